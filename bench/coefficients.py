@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
-from dmuon.kernels.squares import SQUARES, Square, Squares
+from dmuon.kernels.coefficients import SQUARES, Square, Squares
 
 LOWER = 1e-3  # the least singular value that is to become about one, as of Polar Express
 FP64 = torch.float64

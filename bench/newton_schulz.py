@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dmuon.kernels import choose_variant, coefficient_sequence, orthogonalize
-from dmuon.kernels.storage import cpu_multiplies_bf16
+from dmuon.kernels.device import cpu_multiplies_bf16
 
 STEPS = 5
 RESTART = 2

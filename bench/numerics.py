@@ -35,17 +35,18 @@ from dmuon.kernels import (
     MIXED,
     PRESETS,
     QUINTICS,
+    Iteration,
     Squares,
     Storage,
     Variant,
     carrier_dtype,
     coefficient_sequence,
+    iterate,
     run,
+    safe_restarts,
 )
 from dmuon.kernels.arithmetic import Arithmetic, SplitArithmetic
-from dmuon.kernels.coefficients import safe_restarts
-from dmuon.kernels.iteration import Iteration, iterate
-from dmuon.kernels.squares import SQUARES
+from dmuon.kernels.coefficients import SQUARES
 from dmuon.kernels.variant import Backend, relative_cost, squares_cost
 
 Steps = tuple[tuple[float, ...], ...]  # of each step, the coefficients of s, s³, s⁵

@@ -3,25 +3,42 @@
 Triton is imported where its kernels are first used.
 """
 
-from .arithmetic import Arithmetic, make_arithmetic
+from .arithmetic import Arithmetic, make_arithmetic, symmetric_product
 from .coefficients import (
     PRESETS,
     QUINTICS,
     Polynomial,
+    Square,
+    Squares,
     amplification,
     check_storage,
     coefficient_sequence,
     is_safe,
     safe_restarts,
 )
-from .iteration import Iteration, iterate, make_iteration
-from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, run
+from .device import (
+    HALF,
+    MIXED,
+    Storage,
+    carrier_dtype,
+    first_dtype,
+    is_capturing,
+    storage_dtype,
+    storage_spans,
+    streams_in_place,
+    streams_of,
+)
+from .newton_schulz import (
+    Iteration,
+    iterate,
+    iteration_flops,
+    make_iteration,
+    newton_schulz_flops,
+    orthogonalize,
+    run,
+)
 from .normalization import normalize
 from .replay import drop_graphs
-from .squares import Square, Squares
-from .storage import HALF, MIXED, Storage, carrier_dtype, first_dtype, storage_dtype, storage_spans
-from .streams import is_capturing, streams_in_place, streams_of
-from .symmetric import symmetric_product
 from .update import (
     apply_update_,
     momentum_norms,
@@ -39,7 +56,9 @@ from .variant import (
     backend_fault,
     batch_size,
     choose_variant,
+    products_on,
     rule_on,
+    user_cache_directory,
     variant_fault,
 )
 
@@ -82,6 +101,7 @@ __all__ = [
     "normalized_momentum",
     "normalized_update",
     "orthogonalize",
+    "products_on",
     "rule_on",
     "run",
     "safe_restarts",
@@ -91,5 +111,6 @@ __all__ = [
     "streams_of",
     "symmetric_product",
     "update_scale",
+    "user_cache_directory",
     "variant_fault",
 ]

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .storage import Storage, carrier_dtype, first_dtype
-from .streams import streams_of
+from .device import Storage, carrier_dtype, first_dtype, streams_of
 
 # Matrices that must be scaled first: so many elements at a time, which bounds the scaled copy.
 _CHUNK = 1 << 22
@@ -21,6 +20,7 @@ _FEW = 1 << 14
 
 
 def check_eps(eps: float) -> None:
+    """Raise ``ValueError`` where ``eps`` cannot clamp a norm."""
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps={eps!r} must be finite and non-negative; 0 is exact")
 
@@ -53,9 +53,12 @@ def divide(
     The norms broadcast with ``x``.
     """
     waits = streams_of(x.device) is not None  # where reading a norm would wait for the device
-    if x.ndim == 2 and 0 < x.numel() <= _FEW and x.dtype == storage and storage in _ITSELF and not waits:
+    few = x.shape[-2] * x.shape[-1] <= _FEW
+    low, high = _SAFE_NORMS
+    if x.ndim == 2 and few and not waits and x.dtype == storage and storage in _ITSELF and x.numel():
         norms: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
-        if _is_usual(norms.item(), eps):
+        norm = norms.item()
+        if low < norm < high and norm > eps:
             return torch.div(x, norms, out=out), norms
     compute = x.dtype if x.dtype in _ITSELF else torch.promote_types(x.dtype, torch.float32)
     carrier, first = carrier_dtype(x.device, storage), first_dtype(storage)
@@ -65,7 +68,16 @@ def divide(
         )
     if not x.numel():
         return out, torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
-    found = None if waits else _divide_as_it_is(x, out, compute, eps)
+    found: Tensor | None = None
+    if not waits:
+        wide = x if x.dtype == compute else x.to(compute)
+        norms = torch.linalg.vector_norm(wide, dim=(-2, -1), dtype=torch.float64, keepdim=True) if few else _norms(wide)
+        for norm in norms.flatten().tolist():
+            if not (low < norm < high and norm > eps):
+                break
+        else:
+            torch.div(wide, norms.to(compute), out=out)
+            found = norms
     if found is None:
         found = _divide_at_any_scale(*((x, out) if x.ndim == 3 else (x[None], out[None])), compute, eps)
     return (out if carrier == first else out.copy_(out.to(first))), found
@@ -85,16 +97,6 @@ def divide_by(
     inverse = _power_of_two(-torch.where(clamped.isfinite(), exponent, 0))
     divisor = (clamped * inverse).to(x.dtype)
     return x.mul_(inverse.to(x.dtype)).div_(torch.where(divisor == 0, 1.0, divisor))
-
-
-def _divide_as_it_is(x: Tensor, out: Tensor, compute: torch.dtype, eps: float) -> Tensor | None:
-    """The norms, or ``None``, and nothing is written, where matrices must be scaled first. Waits for the device."""
-    x = x if x.dtype == compute else x.to(compute)
-    norms = _norms(x)
-    if not all(_is_usual(norm, eps) for norm in norms.flatten().tolist()):
-        return None
-    torch.div(x, norms.to(compute), out=out)
-    return norms
 
 
 def _divide_at_any_scale(x: Tensor, out: Tensor, compute: torch.dtype, eps: float) -> Tensor:
@@ -123,11 +125,6 @@ def _divide_at_any_scale(x: Tensor, out: Tensor, compute: torch.dtype, eps: floa
 def _power_of_two(exponent: Tensor) -> Tensor:
     """Exactly, in fp64; of integers from -1022 to 1023. ``torch.ldexp`` goes by fp32."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
-
-
-def _is_usual(norm: float, eps: float) -> bool:
-    """Whether a matrix of this norm may be divided by it, unscaled, and ``eps`` is less."""
-    return _SAFE_NORMS[0] < norm < _SAFE_NORMS[1] and norm > eps
 
 
 def _norms(x: Tensor) -> Tensor:  # (..., m, n) -> (..., 1, 1)

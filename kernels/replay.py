@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .streams import is_capturing, streams_of
+from .device import is_capturing, streams_of
 
 _MOST_GRAPHS = 32  # each keeps its workspace; shapes of a model are fewer
 

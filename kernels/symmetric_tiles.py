@@ -10,9 +10,6 @@ import torch
 # Bytes that a tensor descriptor's base address and strides must be multiples of.
 DESCRIPTOR_ALIGNMENT = 16
 
-# Addends that the kernel has arguments for.
-MOST_ADDENDS = 4
-
 # Elements that a descriptor loads along one dimension, at most.
 _BOX = 256
 

@@ -1,22 +1,28 @@
-"""Batched product with a symmetric result in Triton: the lower tiles are computed, each is stored twice."""
+"""Batched product with a symmetric result in Triton: the lower tiles are computed, each is stored twice.
+
+Triton must be installed, so import this only to launch: :func:`dmuon.kernels.device.kernels_of`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# Triton types device code itself, and reads only ``constexpr`` from annotations.
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, MOST_ADDENDS, TileConfig, Work, default_config, pointer_config
-
-_HALF = (torch.float16, torch.bfloat16)
-_DTYPES = (*_HALF, torch.float32)
+from .coefficients import MOST_ADDENDS
+from .device import HALF
+from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, TileConfig, Work, default_config, pointer_config
 
 # A program's index is an int32, and the decoding of tiles is exact to 8 · index < 2³¹.
 _MAX_PROGRAMS = 2**31
@@ -26,56 +32,29 @@ _MAX_TILES = 2**28
 _INTERPRETED_PROCESSORS = 4
 
 
-@lru_cache(maxsize=64)
-def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why :func:`symmetric_product` cannot run on ``device`` in ``dtype``; ``None`` if it can.
-
-    On CPU this imports Triton, to see whether its interpreter is on.
-    """
-    if dtype not in _DTYPES:
-        return f"{dtype} is none of fp16, bf16 and fp32"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if device.type == "cpu":
-        if not _interpreted():
-            return "on CPU the kernel runs in Triton's interpreter only, which is off"
-        return "Triton's interpreter multiplies bf16 wrongly" if dtype == torch.bfloat16 else None
-    if device.type != "cuda":
-        return f"it needs CUDA, not {device.type}"
-    if torch.version.hip is not None:
-        return "it is untested on HIP"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    return None
-
-
 def symmetric_product(
     a: Tensor,  # (k, m, p) or (m, p)
     b: Tensor,  # (k, p, m) or (p, m)
-    c: Tensor | Sequence[Tensor] | None = None,  # (k, m, m) or (m, m)
     *,
+    addends: Sequence[Tensor] = (),  # each (k, m, m) or (m, m)
+    betas: Sequence[float] = (),
     alpha: float = 1.0,
-    beta: float | Sequence[float] = 0.0,
     identity: float = 0.0,
     out: Tensor | None = None,  # (k, m, m) or (m, m)
     b_symmetric: bool = False,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """``alpha · a b + beta · c + identity · I``, which the caller knows to be symmetric; the result is, bitwise.
+    """``alpha · a b + Σ betas[i] · addends[i] + identity · I``, known to be symmetric; the result is, bitwise.
 
-    Products accumulate in fp32 (fp32 operands are not rounded to TF32), and each element is rounded once.
-    Only elements of ``a b`` on and below the diagonal tiles are computed. Not differentiable.
+    Products accumulate in fp32 (fp32 operands are not rounded to TF32), and each element is rounded once, the sum of
+    all addends with it. Only elements of ``a b`` on and below the diagonal tiles are computed. Not differentiable.
+    Nothing is checked of what :func:`dmuon.kernels.symmetric_product` checks.
 
     Args:
         a, b: fp16, bf16 or fp32, of one dtype on one device; any strides.
-        c: symmetric; read only if its ``beta`` is not zero. Of several, up to four with the same strides are read, each
-            once, and their sum is not rounded.
-        alpha: scale of the product.
-        beta: scale of ``c``, or one for each; without effect if ``c`` is ``None``.
-        identity: what is added to the diagonal.
-        out: where to write; ``None`` allocates. It may be ``c`` itself, or one of them. Its byte range, gaps of
-            strides included, must not meet that of ``a`` or ``b``, nor in part that of a ``c``.
+        addends: symmetric, up to four with the same strides; read once each.
+        betas: their scales, none of them zero.
+        out: where to write; ``None`` allocates. It may be one of the addends, and share no memory with others.
         b_symmetric: whether each matrix of ``b`` is symmetric, which lets it be read as its transpose.
         config: tiling; ``None`` takes :func:`default_config`, without descriptors where strides or addresses
             do not allow them.
@@ -84,48 +63,37 @@ def symmetric_product(
         ``out``, or a new contiguous tensor.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; ``out`` overlaps another argument or itself; the
-            device or dtype is unsupported; or ``config`` asks for descriptors where they are not possible.
+        ValueError: more matrices than there are programs for; or ``config`` asks for descriptors where they are not
+            possible.
     """
-    addends = () if c is None else (c,) if isinstance(c, Tensor) else tuple(c)
-    betas = tuple(beta) if isinstance(beta, Sequence) else (beta,) * min(1, len(addends))
-    if len(betas) != len(addends):
-        raise ValueError(f"beta has {len(betas)} factors for {len(addends)} matrices c; pass one for each")
-    read = [(x, factor) for x, factor in zip(addends, betas, strict=True) if factor != 0]
-    plan = _plan(
-        _layout(a),
-        _layout(b),
-        tuple(map(_layout, addends)),
-        tuple(factor != 0 for factor in betas),
-        None if out is None else _layout(out),
-        all(map(_aligned, (a, b, *(x for x, _ in read), *(() if out is None else (out,))))),
+    if out is None:
+        out = a.new_empty(*a.shape[:-1], b.shape[-1])
+    operands = (a, b, *addends, out)
+    plan = plan_launch(
+        tuple(_Layout(x.shape, x.stride()) for x in (a, b, *addends[:1], out)),
+        len(addends),
+        a.dtype,
+        a.device,
+        all(x.data_ptr() % DESCRIPTOR_ALIGNMENT == 0 for x in operands),
         identity != 0,
         b_symmetric,
         config,
     )
-    if out is None:
-        out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
-    else:
-        _check_overlap(plan, a, b, [x for x, _ in read], out)
     if not plan.grid[0]:
         return out
-    missing = MOST_ADDENDS - len(read)
-    tensors = (a, b, *(x for x, _ in read), *(None,) * missing, out)
-    arguments: Sequence[object] = tensors
+    missing = MOST_ADDENDS - len(addends)
+    arguments: list[object] = [a, b, *addends, *(None,) * missing, out]
     if plan.views is not None:
-        descriptor = _descriptor_type()
-        arguments = [view and descriptor(x, *view) for x, view in zip(arguments, plan.views, strict=True)]
-    scalars = [float(x) for x in (alpha, *(factor for _, factor in read), *(0.0,) * missing, identity)]
-    with _on(a.device):
-        _kernel()[plan.grid](*arguments, *plan.sizes, *plan.strides, *scalars, **plan.options)
+        arguments = [view and TensorDescriptor(x, *view) for x, view in zip(arguments, plan.views, strict=True)]
+    scalars = [float(x) for x in (alpha, *betas, *(0.0,) * missing, identity)]
+    with on_device(a.device):
+        symmetric_product_kernel[plan.grid](*arguments, *plan.sizes, *plan.strides, *scalars, **plan.options)
     return out
 
 
 class _Layout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class _View(NamedTuple):
@@ -140,84 +108,59 @@ class _View(NamedTuple):
 class _Plan:
     """A launch, decided once for all that is known without looking at addresses and coefficients."""
 
-    shape: tuple[int, ...]
     sizes: tuple[int, int]  # m, p
     grid: tuple[int]  # a program for each tile of all matrices
     strides: tuple[int, ...]  # (batch, row, column) of a, b, c, d
-    extents: tuple[int, int, int, int]  # bytes from the first to behind the last element of a, b, c, d
-    c_like_out: bool  # the strides are the same, up to a transpose of both
     views: tuple[_View | None, ...] | None  # None: pointers
     options: dict[str, object]
 
 
-def _layout(x: Tensor) -> _Layout:
-    return _Layout(x.shape, x.stride(), x.dtype, x.device)
-
-
-def _aligned(x: Tensor) -> bool:
-    return x.data_ptr() % DESCRIPTOR_ALIGNMENT == 0
+Steps = tuple[int, int, int]  # batch, row, column
 
 
 @lru_cache(maxsize=1024)
-def _plan(
-    a: _Layout,
-    b: _Layout,
-    addends: tuple[_Layout, ...],
-    reads: tuple[bool, ...],
-    out: _Layout | None,
+def plan_launch(
+    layouts: tuple[_Layout, ...],  # of a, b, the first addend if there is one, and the result
+    count: int,
+    dtype: torch.dtype,
+    device: torch.device,
     aligned: bool,
     adds_identity: bool,
     b_symmetric: bool,
     config: TileConfig | None,
 ) -> _Plan:
-    shape = _check(a, b, addends, reads, out, b_symmetric)
-    k, m, p = (1, *a.shape)[-3:]
-    d_strides = out.strides if out is not None else (m * m, m, 1)[-len(shape) :]
-    _check_no_self_overlap(shape, d_strides)
-
-    count = sum(reads)
-    c = next((x for x, is_read in zip(addends, reads, strict=True) if is_read), None)
-    read = (a.strides, b.strides, None if c is None else c.strides)
-    steps_of_all = [None if strides is None else _batched(strides, k) for strides in (*read, d_strides)]
-    itemsize = a.dtype.itemsize
-    shapes = [(k, m, p), (k, p, m), (k, m, m), (k, m, m)]
-    extents = [0 if s is None else _extent(n, s) * itemsize for n, s in zip(shapes, steps_of_all, strict=True)]
-
+    k, m, p = (1, *layouts[0].shape)[-3:]
+    a, b, *c, d = (_steps(x, k) for x in layouts)
     # A symmetric matrix may be read or written as its transpose: B so that its inner dimension is contiguous,
     # which suits matrix instructions, C and D so that rows are.
-    a_steps, b_steps, c_steps, d_steps = steps_of_all
-    assert a_steps is not None and b_steps is not None and d_steps is not None
-    if b_symmetric and b_steps[1] != 1 and b_steps[2] == 1:
-        b_steps = _transposed(b_steps)
-    c_steps = _rows_contiguous(c_steps) if c_steps is not None else None
-    d_steps = _rows_contiguous(d_steps)
+    if b_symmetric and b[1] != 1 and b[2] == 1:
+        b = _transposed(b)
+    c, d = [_rows_contiguous(x) for x in c], _rows_contiguous(d)
 
-    capability = _capability(a.device)
-    work = Work(k, m, p, a.dtype, count, _processors(a.device))
+    capability = capability_of(device)
+    work = Work(k, m, p, dtype, count, processors_of(device))
     chosen = default_config(work, capability) if config is None else config
-    steps = (a_steps, b_steps, c_steps, d_steps)
     views: tuple[_View | None, ...] | None = None
-    if chosen.descriptors:
-        reason = _descriptor_obstacle((k, m, p), steps, aligned, itemsize, capability)
-        if reason is None:
-            of_a, of_b, of_c, of_d = _views((k, m, p), steps, chosen)
-            views = (of_a, of_b, *(of_c,) * count, *(None,) * (MOST_ADDENDS - count), of_d)
-        elif config is not None:
-            raise ValueError(f"config {config} uses tensor descriptors, but {reason}; pass a config without them")
-    if config is None and views is None:
-        chosen = pointer_config(work, steps, aligned)
+    if chosen.descriptors and capability >= (9, 0) and p and aligned and _descriptors_fit((a, b, *c, d), k, dtype):
+        of_a, of_b, *of_c, of_d = _views((k, m, p), (a, b, *c, d), chosen)
+        views = (of_a, of_b, *of_c * count, *(None,) * (MOST_ADDENDS - count), of_d)
+    elif chosen.descriptors and config is not None:
+        raise ValueError(
+            f"{config} has tensor descriptors, which take compute capability 9.0, a contiguous dimension, and "
+            f"addresses and strides in multiples of {DESCRIPTOR_ALIGNMENT} bytes; pass a config without them"
+        )
+    elif config is None:
+        chosen = pointer_config(work, (a, b, *c, d), aligned)
     tiles = chosen.tiles(m)
-    total = k * tiles
-    if total >= _MAX_PROGRAMS or tiles >= _MAX_TILES:
+    if k * tiles >= _MAX_PROGRAMS or tiles >= _MAX_TILES:
         raise ValueError(f"{k} matrices of side {m} are too many tiles of {chosen.block}; split the batch")
-    zeros = (0, 0, 0)
     options: dict[str, object] = {
         "BLOCK": chosen.block,
         "BLOCK_K": chosen.block_k,
         "GROUP": chosen.group,
         # What does not change the code must not change the key that it is compiled under.
-        "A_K_MAJOR": views is None or a_steps[2] == 1,
-        "B_K_MAJOR": views is None or b_steps[1] == 1,
+        "A_K_MAJOR": views is None or a[2] == 1,
+        "B_K_MAJOR": views is None or b[1] == 1,
         "ADDENDS": count,
         "IDENTITY": adds_identity,
         "num_warps": chosen.warps,
@@ -226,180 +169,274 @@ def _plan(
         "DESCRIPTORS": views is not None,
         "EVEN_K": views is not None or p % chosen.block_k == 0,
         # Of half precision, one addend has room in the registers.
-        "EARLY": count == 1 and views is None and a.dtype in _HALF,
+        "EARLY": count == 1 and views is None and dtype in HALF,
         "num_stages": chosen.stages,
     }
-    return _Plan(
-        shape=shape,
-        sizes=(m, p),
-        grid=(total,),
-        strides=(0,) * 12 if views else (*a_steps, *b_steps, *(c_steps or zeros), *d_steps),
-        extents=(extents[0], extents[1], extents[2], extents[3]),
-        c_like_out=c_steps == d_steps,
-        views=views,
-        options=options,
-    )
+    strides = (0,) * 12 if views else (*a, *b, *(c[0] if c else (0, 0, 0)), *d)
+    return _Plan((m, p), (k * tiles,), strides, views, options)
 
 
-def _check(
-    a: _Layout,
-    b: _Layout,
-    addends: tuple[_Layout, ...],
-    reads: tuple[bool, ...],
-    out: _Layout | None,
-    b_symmetric: bool,
-) -> tuple[int, ...]:
-    """Shape of the result; raises if the arguments do not fit together."""
-    others = [("b", b), *(("c", c) for c in addends), *(() if out is None else (("out", out),))]
-    strides = [c.strides for c, is_read in zip(addends, reads, strict=True) if is_read]
-    if len(strides) > MOST_ADDENDS:
-        raise ValueError(f"c is {len(strides)} matrices, the kernel adds up to {MOST_ADDENDS}; add some before")
-    if len(set(strides)) > 1:
-        raise ValueError(f"c has strides {strides}, which must agree; lay them out alike")
-    for name, x in others:
-        if x.dtype != a.dtype or x.device != a.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device}, a is {a.dtype} on {a.device}; they must agree")
-    if len(a.shape) not in (2, 3):
-        raise ValueError(f"a must be (m, p) or (k, m, p), got {a.shape}; flatten the batch dimensions")
-    *batch, m, p = a.shape
-    expected = {"b": (*batch, p, m), "c": (*batch, m, m), "out": (*batch, m, m)}
-    for name, x in others:
-        if tuple(x.shape) != expected[name]:
-            raise ValueError(f"{name} must be {expected[name]} for a of {tuple(a.shape)}, got {tuple(x.shape)}")
-    if b_symmetric and m != p:
-        raise ValueError(f"b_symmetric=True needs square b, got {tuple(b.shape)}; pass b_symmetric=False")
-    reason = unsupported(a.device, a.dtype)
-    if reason is not None:
-        raise ValueError(f"the Triton kernel does not support {a.dtype} on {a.device}: {reason}; use torch.baddbmm")
-    return expected["out"]
+def _steps(layout: _Layout, k: int) -> Steps:
+    """One matrix has batch stride 0, whatever its tensor says."""
+    return (layout.strides[0] if k > 1 else 0, layout.strides[-2], layout.strides[-1])
 
 
-def _check_no_self_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    if not math.prod(shape):
-        return
-    reach = 1
-    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
-        if stride < reach:
-            raise ValueError(f"out of shape {shape} and strides {strides} overlaps itself; pass out without expanding")
-        reach = stride * (size - 1) + reach
+def _transposed(steps: Steps) -> Steps:
+    return (steps[0], steps[2], steps[1])
 
 
-def _check_overlap(plan: _Plan, a: Tensor, b: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
-    start = out.data_ptr()
-    stop = start + plan.extents[3]
-    operands = [("a", a, plan.extents[0]), ("b", b, plan.extents[1]), *(("c", c, plan.extents[2]) for c in addends)]
-    for name, x, extent in operands:
-        if not extent or not plan.extents[3]:
-            continue
-        first = x.data_ptr()
-        if first < stop and start < first + extent:
-            if name == "c" and first == start and plan.c_like_out:
-                continue
-            raise ValueError(f"out overlaps {name} in memory, which is still read; pass another out")
+def _rows_contiguous(steps: Steps) -> Steps:
+    return _transposed(steps) if steps[2] != 1 and steps[1] == 1 else steps
 
 
-def _batched(strides: tuple[int, ...], k: int) -> tuple[int, int, int]:
-    """``strides`` of ``k`` matrices; one matrix has batch stride 0, whatever its tensor says."""
-    return (strides[0] if k > 1 else 0, strides[-2], strides[-1])
+def _descriptors_fit(steps_of_all: Sequence[Steps], k: int, dtype: torch.dtype) -> bool:
+    """Whether one dimension of each matrix is contiguous, and the others' strides are what descriptors take."""
+    for steps in steps_of_all:
+        contiguous, outer = sorted(steps[1:])
+        apart = (outer, steps[0])[: 1 + (k > 1)]
+        if contiguous != 1 or any(s < 1 or (s * dtype.itemsize) % DESCRIPTOR_ALIGNMENT for s in apart):
+            return False
+    return True
 
 
-def _extent(shape: tuple[int, int, int], strides: tuple[int, int, int]) -> int:
-    if not math.prod(shape):
-        return 0
-    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-
-
-def _transposed(strides: tuple[int, int, int]) -> tuple[int, int, int]:
-    return (strides[0], strides[2], strides[1])
-
-
-def _rows_contiguous(strides: tuple[int, int, int]) -> tuple[int, int, int]:
-    return _transposed(strides) if strides[2] != 1 and strides[1] == 1 else strides
-
-
-_Steps = tuple[tuple[int, int, int], tuple[int, int, int], "tuple[int, int, int] | None", tuple[int, int, int]]
-
-
-def _descriptor_obstacle(
-    sizes: tuple[int, int, int], steps: _Steps, aligned: bool, itemsize: int, capability: tuple[int, int]
-) -> str | None:
-    """Why tensor descriptors are not possible; ``None`` if they are."""
-    k, _, p = sizes
-    if capability < (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]} is below 9.0"
-    if not p:
-        return "the inner dimension is 0"
-    if not aligned:
-        return f"an address is no multiple of {DESCRIPTOR_ALIGNMENT} bytes"
-    for name, strides in zip("abcd", steps, strict=True):
-        if strides is None:
-            continue
-        contiguous, outer = sorted(strides[1:])
-        if contiguous != 1:
-            return f"no dimension of a matrix of {name} is contiguous"
-        for stride in (outer, strides[0])[: 1 + (k > 1)]:
-            if stride < 1 or (stride * itemsize) % DESCRIPTOR_ALIGNMENT:
-                return (
-                    f"{name} has a stride of {stride * itemsize} bytes, no positive multiple of {DESCRIPTOR_ALIGNMENT}"
-                )
-    return None
-
-
-def _views(sizes: tuple[int, int, int], steps: _Steps, config: TileConfig) -> tuple[_View | None, ...]:
+def _views(sizes: tuple[int, int, int], steps_of_all: Sequence[Steps], config: TileConfig) -> list[_View]:
     k, m, p = sizes
-    shapes = ((m, p), (p, m), (m, m), (m, m))
-    square = (config.block, config.block)
-    blocks = ((config.block, config.block_k), (config.block_k, config.halves * config.block), square, square)
-    views: list[_View | None] = []
-    for (rows, cols), (block_rows, block_cols), strides in zip(shapes, blocks, steps, strict=True):
-        if strides is None:
-            views.append(None)
-            continue
-        batch, row, col = strides
+    square, block = (m, m), (config.block, config.block)
+    shapes = ((m, p), (p, m), *[square] * (len(steps_of_all) - 2))
+    blocks = ((config.block, config.block_k), (config.block_k, config.halves * config.block), *[block] * len(shapes))
+    views = []
+    for (rows, cols), (block_rows, block_cols), (batch, row, col) in zip(shapes, blocks, steps_of_all, strict=False):
         if col != 1:
             rows, cols, row, block_rows, block_cols = cols, rows, col, block_cols, block_rows
         # One matrix has no batch stride, but a descriptor needs a valid one.
         views.append(_View([k, rows, cols], [batch or rows * row, row, 1], [1, block_rows, block_cols]))
-    return tuple(views)
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    from .symmetric_triton_kernel import symmetric_product_kernel
-
-    return symmetric_product_kernel
-
-
-@lru_cache(maxsize=1)
-def _descriptor_type() -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor
-
-
-@lru_cache(maxsize=1)
-def _interpreted() -> bool:
-    """Whether the kernel was decorated for the interpreter."""
-    from triton.runtime.jit import JITFunction
-
-    return not isinstance(_kernel(), JITFunction)
+    return views
 
 
 @lru_cache(maxsize=64)
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     # The interpreter runs every variant.
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 @lru_cache(maxsize=64)
-def _processors(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Launch on ``device``: Triton launches on the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
+
+
+# -- device code ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def triangular_root(index):
+    """Largest ``r`` with ``r (r + 1) / 2 <= index``, for ``0 <= index < 2**28``."""
+    root = ((tl.sqrt((8 * index + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
+    # The device's square root is approximate: it may land on the other side of an integer.
+    root = tl.where(root * (root + 1) // 2 > index, root - 1, root)
+    return tl.where((root + 1) * (root + 2) // 2 <= index, root + 1, root)
+
+
+@triton.jit
+def lower_tile(index, side, GROUP: tl.constexpr):
+    """Row and column of lower tile ``index`` among ``side`` tile rows.
+
+    Super-rows of ``GROUP`` tile rows follow each other. Inside one, columns left of the diagonal block go
+    first, top to bottom, so that programs which run together share operands in L2; then the diagonal block.
+    """
+    first = triangular_root(index) // GROUP * GROUP
+    height = tl.minimum(side - first, GROUP)
+    local = index - first * (first + 1) // 2
+    inside = local - first * height
+    triangle = tl.maximum(inside, 0)
+    root = triangular_root(triangle)
+    row = tl.where(inside < 0, local % height, root)
+    col = tl.where(inside < 0, local // height, first + triangle - root * (root + 1) // 2)
+    return first + row, col
+
+
+@triton.jit
+def _accumulate_pointers(
+    a, b, rows, cols, m, p, a_row, a_inner, b_inner, b_col,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    inner = tl.arange(0, BLOCK_K)
+    # Rows past the end wrap to valid ones, whose products are not stored: no mask in the loop.
+    a_tile = a + ((rows % m).to(tl.int64)[:, None] * a_row + inner.to(tl.int64)[None, :] * a_inner)
+    b_tile = b + (inner.to(tl.int64)[:, None] * b_inner + (cols % m).to(tl.int64)[None, :] * b_col)
+    a_step = tl.cast(BLOCK_K, tl.int64) * a_inner
+    b_step = tl.cast(BLOCK_K, tl.int64) * b_inner
+    accumulator = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for start in tl.range(0, p, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(a_tile)
+            y = tl.load(b_tile)
+        else:
+            x = tl.load(a_tile, mask=(inner < p - start)[None, :], other=0.0)
+            y = tl.load(b_tile, mask=(inner < p - start)[:, None], other=0.0)
+        accumulator = tl.dot(x, y, accumulator, input_precision="ieee")
+        a_tile += a_step
+        b_tile += b_step
+    return accumulator
+
+
+@triton.jit
+def _accumulate_descriptors(
+    a, b, batch, row, col, depth,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
+):  # fmt: skip
+    accumulator = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
+    for start in tl.range(0, depth, BLOCK_K):
+        if A_K_MAJOR:
+            x = a.load([batch, row, start]).reshape(BLOCK, BLOCK_K)
+        else:
+            x = tl.trans(a.load([batch, start, row]).reshape(BLOCK_K, BLOCK))
+        if B_K_MAJOR:
+            y = tl.trans(b.load([batch, col, start]).reshape(WIDTH, BLOCK_K))
+        else:
+            y = b.load([batch, start, col]).reshape(BLOCK_K, WIDTH)
+        accumulator = tl.dot(x, y, accumulator, input_precision="ieee")
+    return accumulator
+
+
+@triton.jit
+def _load_addend(
+    c, batch, row, col, m, c_batch, c_row, c_col,
+    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``C``, in its own dtype."""
+    if DESCRIPTORS:
+        tile = c.load([batch, row, col]).reshape(BLOCK, BLOCK)
+    else:
+        rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
+        offsets = rows.to(tl.int64)[:, None] * c_row + cols.to(tl.int64)[None, :] * c_col
+        inside = (rows < m)[:, None] & (cols < m)[None, :]
+        tile = tl.load(c + batch.to(tl.int64) * c_batch + offsets, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _plus(
+    result, beta, c, batch, row, col, m, c_batch, c_row, c_col,
+    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """``result`` and ``beta`` times one tile of ``C``."""
+    addend = _load_addend(c, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+    return result + beta * addend.to(tl.float32)
+
+
+@triton.jit
+def _store(
+    d, tile, batch, row, col, m, d_batch, d_row, d_col,
+    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    if DESCRIPTORS:
+        d.store([batch, row, col], tile.reshape(1, BLOCK, BLOCK))
+    else:
+        rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
+        offsets = rows.to(tl.int64)[:, None] * d_row + cols.to(tl.int64)[None, :] * d_col
+        inside = (rows < m)[:, None] & (cols < m)[None, :]
+        tl.store(d + batch.to(tl.int64) * d_batch + offsets, tile, mask=inside)
+
+
+@triton.jit
+def _finish(
+    product, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
+    alpha, beta0, beta1, beta2, beta3, identity,
+    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr, ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr,
+):  # fmt: skip
+    """Scale a tile of ``A B``, add the rest, round, and store it twice. ``early`` is that of ``c0``, if ``EARLY``."""
+    result = alpha * product
+    if ADDENDS > 0:
+        if EARLY:
+            result += beta0 * early.to(tl.float32)
+        else:
+            result = _plus(result, beta0, c0, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+    # Each in a branch of its own, which is always taken: of several, the compiler would hold all tiles at once.
+    if ADDENDS > 1:  # noqa: SIM102
+        if beta1 != 0.0:
+            result = _plus(result, beta1, c1, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+    if ADDENDS > 2:  # noqa: SIM102
+        if beta2 != 0.0:
+            result = _plus(result, beta2, c2, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+    if ADDENDS > 3:  # noqa: SIM102
+        if beta3 != 0.0:
+            result = _plus(result, beta3, c3, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+    rows, cols = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    if IDENTITY:
+        result = tl.where(row + rows == col + cols, result + identity, result)
+    tile = result.to(d.dtype if DESCRIPTORS else d.dtype.element_ty)
+    # Transposed inside the branches: before them, every tile would pay for it twice.
+    if row == col:
+        # A·B is computed with one operand on each side, so rounding alone makes the tile unsymmetric.
+        tile = tl.where(rows >= cols, tile, tl.trans(tile))
+        _store(d, tile, batch, row, col, m, d_batch, d_row, d_col, BLOCK, DESCRIPTORS)
+    else:
+        _store(d, tile, batch, row, col, m, d_batch, d_row, d_col, BLOCK, DESCRIPTORS)
+        _store(d, tl.trans(tile), batch, col, row, m, d_batch, d_row, d_col, BLOCK, DESCRIPTORS)
+
+
+@triton.jit(do_not_specialize=["alpha", "beta0", "beta1", "beta2", "beta3", "identity"])
+def symmetric_product_kernel(
+    a, b, c0, c1, c2, c3, d, m, p,
+    a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
+    alpha, beta0, beta1, beta2, beta3, identity,
+    BLOCK: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr,
+):  # fmt: skip
+    """``D = alpha A B + Σ beta_i C_i + identity I`` on the lower tiles of each matrix; one program computes one tile.
+
+    It is stored twice. A tile is ``HALVES`` squares of side ``BLOCK`` next to each other. Of two, the right one is
+    left out where it is above the diagonal.
+
+    ``a`` ``(k, m, p)``, ``b`` ``(k, p, m)``, ``c_i`` and ``d`` ``(k, m, m)`` are pointers with strides in elements or,
+    if ``DESCRIPTORS``, tensor descriptors (strides unused). All ``c_i`` have the same strides; from ``ADDENDS`` on they
+    are ``None``. ``EARLY`` reads ``c0`` before the product, through pointers. ``identity`` is read if ``IDENTITY``.
+    """
+    WIDTH: tl.constexpr = HALVES * BLOCK
+    side = tl.cdiv(m, WIDTH)
+    tiles = side * (side + 1) // 2 * HALVES
+    batch, local = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    tile_row, tile_col = lower_tile(local // HALVES, side, GROUP)
+    row, col = (tile_row * HALVES + local % HALVES) * BLOCK, tile_col * WIDTH
+    early = 0
+    if DESCRIPTORS:
+        depth = p if HALVES == 1 else tl.where(row < m, p, 0)
+        product = _accumulate_descriptors(a, b, batch, row, col, depth, BLOCK, WIDTH, BLOCK_K, A_K_MAJOR, B_K_MAJOR)
+    else:
+        if EARLY:
+            # On its way while the product is computed.
+            early = _load_addend(c0, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+        # Offsets of a large batch, and of far rows in it, do not fit 32 bits.
+        a += batch.to(tl.int64) * a_batch
+        b += batch.to(tl.int64) * b_batch
+        rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
+        product = _accumulate_pointers(a, b, rows, cols, m, p, a_row, a_inner, b_inner, b_col, BLOCK, BLOCK_K, EVEN_K)
+
+    if HALVES == 1:
+        _finish(
+            product, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
+            alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
+        )  # fmt: skip
+    elif row < m:  # the last pair of tile rows may be one row
+        left, right = product.reshape(BLOCK, 2, BLOCK).permute(0, 2, 1).split()
+        _finish(
+            left, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
+            alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
+        )  # fmt: skip
+        if col < row:  # not above the diagonal
+            _finish(
+                right, early, c0, c1, c2, c3, d, batch, row, col + BLOCK, m,
+                c_batch, c_row, c_col, d_batch, d_row, d_col,
+                alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
+            )  # fmt: skip

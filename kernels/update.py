@@ -6,17 +6,15 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import ModuleType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .coefficients import coefficient_sequence
+from .device import INTERPRETED, Storage, carrier_dtype, first_dtype, is_capturing, kernels_of, storage_dtype
 from .newton_schulz import CoefficientsArg, run
-from .normalization import check_eps, divide_by, normalize
-from .storage import Storage, carrier_dtype, first_dtype, storage_dtype
-from .streams import is_capturing
+from .normalization import check_eps, divide, divide_by
 from .variant import Variant, choose_variant
 
 AdjustLr: TypeAlias = "Literal['original', 'match_rms_adamw', 'spectral'] | Callable[[Sequence[int]], float] | None"
@@ -69,17 +67,7 @@ def momentum_update(
     Raises:
         ValueError: momentum not fp32 or fp64, or a gradient of another shape than its momentum.
     """
-    _check_momentum(grads, momentum)
-    update = torch.empty_like(momentum, memory_format=torch.contiguous_format)
-    if not grads:
-        return update
-    fused = _fused_fold(grads, momentum)
-    if fused is not None:
-        fused.momentum_update(grads, momentum, beta=beta, nesterov=nesterov, out=update)
-        return update
-    _stack(grads, update)
-    momentum.lerp_(update, 1 - beta)
-    return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
+    return _fold(grads, momentum, beta, nesterov, _fused_fold(grads, momentum))
 
 
 @torch.no_grad()
@@ -103,17 +91,16 @@ def normalized_momentum(
     Raises:
         ValueError: as :func:`momentum_update`; ``eps`` negative or not finite.
     """
-    check_eps(eps)
-    _check_momentum(grads, momentum)
-    kept = carrier_dtype(momentum.device, storage)
+    if not 0 <= eps < math.inf:
+        check_eps(eps)
     fused = _fused_fold(grads, momentum)
+    kept = carrier_dtype(momentum.device, storage)
     if fused is not None and kept != torch.float64:
         norms = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
-        out = torch.empty(momentum.shape, dtype=kept, device=momentum.device)
-        fused.normalized_update(grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, out=out)
-        return out, norms
-    update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
-    return normalize(update, storage, eps, out=update if update.dtype == kept else None)
+        return fused.normalized_update(grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, dtype=kept), norms
+    update = _fold(grads, momentum, beta, nesterov, fused)
+    result, norms = divide(update, storage, eps, out=update if update.dtype == kept else None)
+    return result, norms.reshape(len(update))
 
 
 @torch.no_grad()
@@ -132,12 +119,11 @@ def momentum_norms(
     Raises:
         ValueError: as :func:`momentum_update`.
     """
-    _check_momentum(grads, momentum)
     fused = _fused_fold(grads, momentum)
     if fused is not None:
         found: Tensor = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
         return found
-    update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
+    update = _fold(grads, momentum, beta, nesterov, None)
     norms: Tensor = torch.linalg.vector_norm(update.flatten(1), dim=1, dtype=torch.float64)
     return norms
 
@@ -162,15 +148,14 @@ def normalized_update(
         ValueError: as :func:`momentum_update`; ``eps`` negative or not finite.
     """
     check_eps(eps)
-    _check_momentum(grads, momentum)
     fused = _fused_fold(grads, momentum)
     first = first_dtype(storage)
     if fused is not None and first != torch.float64:
-        out = torch.empty(momentum.shape, dtype=first, device=momentum.device)
-        fused.normalized_update(grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, out=out)
-        return out
-    update = torch.empty_like(momentum, memory_format=torch.contiguous_format)
-    _stack(grads, update)
+        found: Tensor = fused.normalized_update(
+            grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, dtype=first
+        )
+        return found
+    update = _stacked(grads, momentum)
     update = update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
     return divide_by(update, norms, eps).to(first)
 
@@ -189,17 +174,16 @@ def normalized(
     Raises:
         ValueError: ``eps`` negative or not finite.
     """
-    check_eps(eps)
-    fused = _fused(x)
-    matrices = list(x.unbind(0))
+    if not 0 <= eps < math.inf:
+        check_eps(eps)
     kept = carrier_dtype(x.device, storage)
-    fits = x.dtype == torch.float32 and kept != torch.float64
-    if fused is not None and fits and matrices and fused.unsupported(matrices, x) is None:
-        norms = fused.norms_of(x)
-        out = torch.empty(x.shape, dtype=kept, device=x.device)
-        fused.normalized_update(matrices, x, norms, beta=0.0, nesterov=False, eps=eps, out=out)
-        return out, norms
-    return normalize(x, storage, eps)
+    if (x.device.type != "cpu" or INTERPRETED) and x.dtype == torch.float32 and kept != torch.float64 and len(x):
+        fused, matrices = _fused(x.device), list(x.unbind(0))
+        if fused is not None and fused.takes(matrices, x):
+            norms = fused.norms_of(x)
+            return fused.normalized_update(matrices, x, norms, beta=0.0, nesterov=False, eps=eps, dtype=kept), norms
+    result, norms = divide(x, storage, eps)
+    return result, norms.reshape(len(x))
 
 
 @torch.no_grad()
@@ -216,20 +200,31 @@ def apply_update_(
     Raises:
         ValueError: a parameter of another shape than its update.
     """
-    weights = list(params)
+    params = list(params)
     stacks = [update] if isinstance(update, Tensor) else list(update)
-    _check_shapes(weights, stacks)
-    if not weights:
+    updates, fit = list[Tensor](), True
+    for stack in stacks:
+        fit = fit and stack.ndim == 3
+        updates += stack.unbind(0)
+    if not fit or len(params) != len(updates):
+        found = ", ".join(str(tuple(stack.shape)) for stack in stacks)
+        raise ValueError(f"update must be ({len(params)}, m, n) for {len(params)} parameters, got {found}")
+    for index, param in enumerate(params):
+        shape = updates[index].shape
+        if param.shape != shape:  # add_ would broadcast
+            raise ValueError(f"parameter {index} is {tuple(param.shape)}, update {tuple(shape)}; batch equal shapes")
+    if not updates:
         return
-    fused = _fused(weights[0])
-    if fused is not None and all(tensor.dtype in fused.DTYPES for tensor in (*weights, *stacks)):
-        # An owner's own part is a view of the whole: all ranks must round alike, and so take one way.
-        stack = stacks[0].contiguous() if len(stacks) == 1 else torch.cat(stacks)
-        if fused.unsupported(weights, stack) is None:
-            fused.apply_update(weights, stack, lr=lr, weight_decay=weight_decay, scale=scale)
-            return
-    torch._foreach_mul_(weights, 1 - lr * weight_decay)
-    torch._foreach_add_(weights, [one for stack in stacks for one in stack.unbind(0)], alpha=-lr * scale)
+    if params[0].device.type != "cpu" or INTERPRETED:
+        fused = _fused(params[0].device)
+        if fused is not None and all(tensor.dtype in fused.DTYPES for tensor in (*params, *stacks)):
+            # An owner's own part is a view of the whole: all ranks must round alike, and so take one way.
+            whole = stacks[0].contiguous() if len(stacks) == 1 else torch.cat(stacks)
+            if fused.takes(params, whole):
+                fused.apply_update(params, whole, lr=lr, weight_decay=weight_decay, scale=scale)
+                return
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_add_(params, updates, alpha=-lr * scale)
 
 
 @torch.no_grad()
@@ -265,7 +260,8 @@ def muon_update_(
     apply_update_(params, update, lr=lr, weight_decay=weight_decay, scale=scale)
 
 
-def _check_momentum(grads: Sequence[Tensor], momentum: Tensor) -> None:
+def _fused_fold(grads: Sequence[Tensor], momentum: Tensor) -> Any:
+    """The Triton kernels, where they take these tensors, or ``None``; raises where nothing takes them."""
     if momentum.dtype not in _MOMENTUM_DTYPES:
         raise ValueError(f"momentum must be fp32 or fp64, got {momentum.dtype}; keep optimizer state in fp32")
     if momentum.ndim != 3 or len(grads) != momentum.shape[0]:
@@ -276,56 +272,57 @@ def _check_momentum(grads: Sequence[Tensor], momentum: Tensor) -> None:
     for index, grad in enumerate(grads):
         if grad.shape != shape:  # copy_ would broadcast
             raise ValueError(f"gradient {index} is {tuple(grad.shape)}, momentum {tuple(shape)}; batch equal shapes")
-
-
-def _check_shapes(params: Sequence[Tensor], stacks: Sequence[Tensor]) -> None:
-    shapes = [shape for stack in stacks for shape in [stack.shape[1:]] * len(stack)]
-    if any(stack.ndim != 3 for stack in stacks) or len(params) != len(shapes):
-        found = ", ".join(str(tuple(stack.shape)) for stack in stacks)
-        raise ValueError(f"update must be ({len(params)}, m, n) for {len(params)} parameters, got {found}")
-    for index, (param, shape) in enumerate(zip(params, shapes, strict=True)):
-        if param.shape != shape:  # add_ would broadcast
-            raise ValueError(f"parameter {index} is {tuple(param.shape)}, update {tuple(shape)}; batch equal shapes")
-
-
-def _stack(grads: Sequence[Tensor], out: Tensor) -> None:
-    if not grads:  # of which torch makes an error
-        return
-    if all(grad.dtype == out.dtype for grad in grads):
-        torch.stack(list(grads), out=out)
-    else:  # a stack converts more slowly than copies do
-        torch._foreach_copy_(list(out.unbind(0)), list(grads))
-
-
-def _fused_fold(grads: Sequence[Tensor], momentum: Tensor) -> ModuleType | None:
-    """The Triton kernels, where they take these tensors."""
-    fused = _fused(momentum)
-    fits = fused is not None and momentum.dtype == torch.float32 and fused.unsupported(grads, momentum) is None
-    return fused if fits else None
-
-
-def _fused(tensor: Tensor) -> ModuleType | None:
-    """The Triton kernels, where they run. A user's CUDA graph would outlive the addresses that they read."""
-    if tensor.device.type != "cuda" or torch.version.hip is not None or is_capturing(tensor.device):
+    if (momentum.device.type == "cpu" and not INTERPRETED) or momentum.dtype != torch.float32 or not grads:
         return None
-    return _triton_update(tensor.device)
+    fused = _fused(momentum.device)
+    return fused if fused is not None and fused.takes(grads, momentum) else None
+
+
+def _fold(grads: Sequence[Tensor], momentum: Tensor, beta: float, nesterov: bool, fused: Any) -> Tensor:
+    """:func:`momentum_update` of checked arguments, by ``fused`` if that is not ``None``."""
+    if fused is not None:
+        folded: Tensor = fused.momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
+        return folded
+    update = _stacked(grads, momentum)
+    momentum.lerp_(update, 1 - beta)
+    return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
+
+
+def _stacked(grads: Sequence[Tensor], momentum: Tensor) -> Tensor:
+    """A new tensor in momentum's dtype; it converts more slowly in one call than copies do."""
+    update = torch.empty_like(momentum, memory_format=torch.contiguous_format)
+    for grad in grads:
+        if grad.dtype != update.dtype:
+            torch._foreach_copy_(list(update.unbind(0)), list(grads))
+            return update
+    if grads:  # of none torch makes an error
+        torch.stack(list(grads), out=update)
+    return update
+
+
+def _fused(device: torch.device) -> Any:
+    """The Triton kernels, where they run. A user's CUDA graph would outlive the addresses that they read."""
+    if device.type == "cpu":
+        return kernels_of("update_triton") if INTERPRETED else None
+    if device.type != "cuda" or torch.version.hip is not None or is_capturing(device):
+        return None
+    return built_passes(device)
 
 
 @cache
-def _triton_update(device: torch.device) -> ModuleType | None:
+def built_passes(device: torch.device) -> Any:
     """The kernels, or ``None`` with a warning where they do not build: without a C compiler, for one, Triton cannot."""
     try:
-        from . import update_triton as triton_update
-
+        fused = kernels_of("update_triton")
         matrix, stacked = torch.ones(4, 4, device=device), torch.ones(1, 4, 4, device=device)
-        norms = triton_update.momentum_norms([matrix], stacked, beta=0.5, nesterov=True)
-        triton_update.normalized_update([matrix], stacked, norms, beta=0.5, nesterov=True, eps=0.0, out=stacked.clone())
-        triton_update.momentum_update([matrix], stacked, beta=0.5, nesterov=True, out=stacked.clone())
-        triton_update.norms_of(stacked)
-        triton_update.apply_update([matrix], stacked, lr=0.1, weight_decay=0.1, scale=1.0)
+        norms = fused.momentum_norms([matrix], stacked, beta=0.5, nesterov=True)
+        fused.normalized_update([matrix], stacked, norms, beta=0.5, nesterov=True, eps=0.0, dtype=torch.float32)
+        fused.momentum_update([matrix], stacked, beta=0.5, nesterov=True)
+        fused.norms_of(stacked)
+        fused.apply_update([matrix], stacked, lr=0.1, weight_decay=0.1, scale=1.0)
     except Exception as error:  # whatever a compiler may raise
         warnings.warn(
             f"the fused update kernels do not run on {device} ({type(error).__name__}: {error}); slower without"
         )
         return None
-    return triton_update
+    return fused

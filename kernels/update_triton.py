@@ -5,8 +5,10 @@ and updates are stacked, ``(k, m, n)``. With fp32 tensors and fp16 Newton–Schu
 68 bytes an element and keeps an fp32 update; these passes move 32 and keep only what Newton–Schulz takes.
 
 Arithmetic is fp32 with every fused multiply-add written out: it is that of torch's CUDA kernels, and two
-passes that compute the same value get the same bits. Triton must be installed. Launches wait for nothing
-on the device.
+passes that compute the same value get the same bits. Launches wait for nothing on the device. Nothing is checked
+of what :mod:`dmuon.kernels.update` checks; what :func:`takes` refuses goes torch's way.
+
+Triton must be installed, so import this only to launch: :func:`dmuon.kernels.device.kernels_of`.
 """
 
 # mypy: allow-untyped-decorators
@@ -27,14 +29,14 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from .streams import is_capturing
+from .device import INTERPRETED
 
 # What the passes take.
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 # Elements of one program; 16 per thread keep enough loads in flight. A multiple of 16, as hints assume.
 _BLOCK = 2048
-_LAUNCH = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+LAUNCH = {"BLOCK": _BLOCK, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 # One compiled kernel for all values: Triton would specialize on integers that are 1 or multiples of 16, and on
 # addresses that are. Only ALIGNED says so here. Floats must arrive as such, or their type would differ too.
@@ -42,26 +44,33 @@ _RUN_TIME = ("grads", "momentum", "partials", "norms", "out", "weights", "update
 _MINIMUM_CAPABILITY = (8, 0)
 
 
-def unsupported(
+def takes(
     matrices: Sequence[Tensor],  # k of (m, n)
     stacked: Tensor,  # (k, m, n)
-) -> str | None:
-    """Why the fused passes cannot take these tensors, or None if they can.
+) -> bool:
+    """Whether the passes take these tensors, of which they see only addresses.
 
-    They take dense fp32, fp16 and bf16 tensors, contiguous, at any address, on one CUDA device of compute
-    capability 8.0 or later; ``matrices`` are of one dtype. With Triton's interpreter they take CPU tensors
-    instead. The functions below raise a ValueError with this text.
+    They take plain dense fp32, fp16 and bf16 tensors, contiguous, at any address, on one CUDA device of compute
+    capability 8.0 or later; ``matrices`` are of one dtype. With Triton's interpreter they take CPU tensors instead.
     """
-    if stacked.ndim != 3 or len(matrices) != stacked.shape[0]:
-        return f"the stacked tensor is {tuple(stacked.shape)}, not ({len(matrices)}, m, n)"
     device = stacked.device
-    needed = "cpu" if _interpreted() else "cuda"
-    if device.type != needed:
-        return f"the tensors are on {device}, not on {needed}"
+    if device.type != ("cpu" if INTERPRETED else "cuda"):
+        return False
     if device.type == "cuda" and _capability(device) < _MINIMUM_CAPABILITY:
-        return f"{device} has compute capability {_capability(device)}, below {_MINIMUM_CAPABILITY}"
-    return _unfit("the stacked tensor", [stacked], stacked.shape, device) or _unfit(
-        "matrix", matrices, stacked.shape[1:], device
+        return False
+    return _fit([stacked], stacked.shape, device) and _fit(matrices, stacked.shape[1:], device)
+
+
+def _fit(tensors: Sequence[Tensor], shape: torch.Size, device: torch.device) -> bool:
+    return all(
+        type(tensor) in (Tensor, Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device == device
+        and tensor.shape == shape
+        and tensor.dtype in DTYPES
+        and tensor.dtype == tensors[0].dtype
+        and tensor.is_contiguous()
+        for tensor in tensors
     )
 
 
@@ -77,11 +86,7 @@ def momentum_norms(
     ``momentum ← lerp(momentum, grad, 1 - beta)``, and the norms are those of ``lerp(grad, momentum, beta)``
     with ``nesterov``, else of the new momentum, accurate for entries of 1e-38 to 1e38. A matrix with an entry
     that is not finite has a norm that is not finite, and no other matrix has.
-
-    Raises:
-        ValueError: momentum not fp32, or :func:`unsupported` tensors.
     """
-    _check_momentum(grads, momentum)
     k, _, tiles = _tiles(momentum)
     partials = torch.empty((k, tiles), dtype=torch.float64, device=momentum.device)
     if partials.numel():
@@ -98,25 +103,18 @@ def normalized_update(
     beta: float,
     nesterov: bool,
     eps: float,
-    out: Tensor,  # (k, m, n), fp32, fp16 or bf16
-) -> None:
-    """Write what to orthogonalize, divided by ``max(norm, eps)``, to ``out``: rounded once, after dividing.
+    dtype: torch.dtype,  # fp32, fp16 or bf16
+) -> Tensor:  # (k, m, n)
+    """What to orthogonalize, divided by ``max(norm, eps)``: rounded once, after dividing.
 
     ``momentum`` and ``norms`` are those that :func:`momentum_norms` left. Computing the update again costs no
     more traffic than reading it and spares its fp32 buffer. Zero norms give zeros, as in ``normalize``.
-
-    Raises:
-        ValueError: momentum not fp32, ``norms`` not k fp64 numbers, ``out`` of another shape than momentum,
-            or :func:`unsupported` tensors.
     """
-    _check_momentum(grads, momentum)
-    k = len(momentum)
-    _check(_unfit("norms", [norms], torch.Size([k]), momentum.device, dtypes=(torch.float64,)))
-    _check(_unfit("out", [out], momentum.shape, momentum.device))
+    out = torch.empty(momentum.shape, dtype=dtype, device=momentum.device)
     if out.numel():
         tensors, stacked = [momentum, norms, out], [momentum, out]
         _launch(_normalize_kernel, grads, tensors, beta, eps, stacked=stacked, nesterov=nesterov)
-        increment_version(out)
+    return out
 
 
 def momentum_update(
@@ -125,36 +123,27 @@ def momentum_update(
     *,
     beta: float,
     nesterov: bool,
-    out: Tensor,  # (k, m, n), fp32, fp16 or bf16
-) -> None:
-    """Fold gradients into ``momentum`` in place as :func:`momentum_norms` does; write what to orthogonalize to ``out``.
+) -> Tensor:  # (k, m, n), fp32
+    """Fold gradients into ``momentum`` in place as :func:`momentum_norms` does; return what to orthogonalize.
 
     For matrices of which a rank has a part, whose norms are of the whole.
-
-    Raises:
-        ValueError: momentum not fp32, ``out`` of another shape than momentum, or :func:`unsupported` tensors.
     """
-    _check_momentum(grads, momentum)
-    _check(_unfit("out", [out], momentum.shape, momentum.device))
+    out = torch.empty_like(momentum, memory_format=torch.contiguous_format)
     if out.numel():
         stacked = [momentum, out]
         _launch(_fold_kernel, grads, stacked, 1 - beta, beta, stacked=stacked, nesterov=nesterov)
-        increment_version(stacked)
+        increment_version(momentum)
+    return out
 
 
 def norms_of(x: Tensor) -> Tensor:  # (k, m, n), fp32, fp16 or bf16 -> (k,), fp64
-    """Frobenius norms of stacked matrices, as :func:`momentum_norms` has them.
-
-    Raises:
-        ValueError: :func:`unsupported` tensors.
-    """
-    _check(unsupported(list(x.unbind(0)), x))
+    """Frobenius norms of stacked matrices, as :func:`momentum_norms` has them."""
     k, numel, tiles = _tiles(x)
     partials = torch.empty((k, tiles), dtype=torch.float64, device=x.device)
     if partials.numel():
         aligned = x.data_ptr() % 16 == 0 and numel % 16 == 0
         with torch.cuda.device_of(x):
-            _norm_kernel[(k * tiles,)](x, partials, numel, tiles, ALIGNED=aligned, BLOCK=_BLOCK, **_LAUNCH)
+            _norm_kernel[(k * tiles,)](x, partials, numel, tiles, ALIGNED=aligned, **LAUNCH)
     return partials.sum(dim=1).sqrt_()
 
 
@@ -170,11 +159,7 @@ def apply_update(
 
     Computed in fp32 and rounded once to the parameters' dtype; the foreach path rounds half-precision
     parameters twice.
-
-    Raises:
-        ValueError: :func:`unsupported` tensors.
     """
-    _check(unsupported(params, update))
     k, numel, tiles = _tiles(update)
     if not k * tiles:
         return
@@ -189,8 +174,7 @@ def apply_update(
             tiles,
             PARAM=DTYPES[params[0].dtype],
             ALIGNED=aligned,
-            BLOCK=_BLOCK,
-            **_LAUNCH,
+            **LAUNCH,
         )
     increment_version(params)
 
@@ -216,8 +200,7 @@ def _launch(
             NESTEROV=nesterov,
             GRAD=DTYPES[grads[0].dtype],
             ALIGNED=aligned,
-            BLOCK=_BLOCK,
-            **_LAUNCH,
+            **LAUNCH,
         )
 
 
@@ -256,7 +239,7 @@ def _fold_kernel(
 ) -> None:
     matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
     update = _folded(grads, momentum, matrix, start, mask, grad_weight, beta, numel, NESTEROV, GRAD, ALIGNED, BLOCK)
-    out_tile = _stacked_tile(out, matrix, numel, start, ALIGNED, BLOCK)
+    out_tile = stacked_tile(out, matrix, numel, start, ALIGNED, BLOCK)
     tl.store(out_tile, update.to(out.dtype.element_ty), mask=mask)
 
 
@@ -270,7 +253,7 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
-    values = tl.load(_stacked_tile(x, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
+    values = tl.load(stacked_tile(x, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
     tl.store(partials + tl.program_id(0), _square_sum(values.to(tl.float32)))
 
 
@@ -290,13 +273,13 @@ def _normalize_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
-    update = tl.load(_stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
+    update = tl.load(stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
     if NESTEROV:
-        grad = tl.load(_tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0)
+        grad = tl.load(tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0)
         update = _lerp(grad.to(tl.float32), update, beta)
     scale, inverse = _inverse(tl.load(norms + matrix), eps)
     update = update * scale * inverse
-    out_tile = _stacked_tile(out, matrix, numel, start, ALIGNED, BLOCK)
+    out_tile = stacked_tile(out, matrix, numel, start, ALIGNED, BLOCK)
     tl.store(out_tile, update.to(out.dtype.element_ty), mask=mask)
 
 
@@ -313,9 +296,9 @@ def _apply_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
-    param_tile = _tile_at(weights, matrix, start, PARAM, ALIGNED, BLOCK)
+    param_tile = tile_at(weights, matrix, start, PARAM, ALIGNED, BLOCK)
     param = tl.load(param_tile, mask=mask, other=0.0).to(tl.float32)
-    change = tl.load(_stacked_tile(update, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
+    change = tl.load(stacked_tile(update, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
     param = tl.fma(change.to(tl.float32), step, param * decay).to(PARAM)
     tl.store(param_tile, param, mask=mask)
 
@@ -327,8 +310,8 @@ def _folded(
     NESTEROV: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # (BLOCK,)  # fmt: skip
     """A tile of the gradient into that of the momentum, and what is to be orthogonalized of it."""
-    momentum_tile = _stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK)
-    grad = tl.load(_tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0).to(tl.float32)
+    momentum_tile = stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK)
+    grad = tl.load(tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0).to(tl.float32)
     average = _lerp(tl.load(momentum_tile, mask=mask, other=0.0), grad, grad_weight)
     tl.store(momentum_tile, average, mask=mask)
     return _lerp(grad, average, beta) if NESTEROV else average
@@ -347,7 +330,7 @@ def _tile(numel: tl.tensor, tiles: tl.tensor, ALIGNED: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _tile_at(
+def tile_at(
     table: tl.tensor,  # (k,) addresses
     matrix: tl.tensor,
     start: tl.tensor,
@@ -363,7 +346,7 @@ def _tile_at(
 
 
 @triton.jit
-def _stacked_tile(
+def stacked_tile(
     stacked: tl.tensor,  # (k, numel)
     matrix: tl.tensor,
     numel: tl.tensor,
@@ -415,49 +398,9 @@ def _inverse(norm: tl.tensor, eps: float) -> tuple[tl.tensor, tl.tensor]:
     return scale.to(tl.float32), tl.where(zero, 0.0, inverse).to(tl.float32)
 
 
-def _interpreted() -> bool:
-    """Whether Triton ran these kernels' decorators with its interpreter on."""
-    return not isinstance(_momentum_kernel, triton.JITFunction)
-
-
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _unfit(
-    name: str,
-    tensors: Sequence[Tensor],
-    shape: torch.Size,
-    device: torch.device,
-    dtypes: Sequence[torch.dtype] = tuple(DTYPES),
-) -> str | None:
-    """What keeps the kernels, which see only addresses, from ``tensors`` of one dtype and ``shape``."""
-    for index, tensor in enumerate(tensors):
-        label = f"{name} {index}" if len(tensors) > 1 else name
-        if type(tensor) not in (Tensor, Parameter) or tensor.layout != torch.strided:
-            return f"{label} is a {type(tensor).__name__} of layout {tensor.layout}, not a plain dense tensor"
-        if tensor.device != device:
-            return f"{label} is on {tensor.device}, not on {device}"
-        if tensor.shape != shape:
-            return f"{label} is {tuple(tensor.shape)}, not {tuple(shape)}"
-        if tensor.dtype not in dtypes or tensor.dtype != tensors[0].dtype:
-            expected = (tensors[0].dtype,) if tensors[0].dtype in dtypes else dtypes
-            return f"{label} is {tensor.dtype}, not {' or '.join(map(str, expected))}"
-        if not tensor.is_contiguous():
-            return f"{label} has strides {tensor.stride()}; it is not contiguous"
-    return None
-
-
-def _check(reason: str | None) -> None:
-    if reason is not None:
-        raise ValueError(f"{reason}; ask `unsupported` first and take the foreach path")
-
-
-def _check_momentum(grads: Sequence[Tensor], momentum: Tensor) -> None:
-    if momentum.dtype != torch.float32:
-        raise ValueError(f"momentum must be fp32, got {momentum.dtype}; keep optimizer state in fp32")
-    _check(unsupported(grads, momentum))
 
 
 def _tiles(stacked: Tensor) -> tuple[int, int, int]:
@@ -469,8 +412,6 @@ def _tiles(stacked: Tensor) -> tuple[int, int, int]:
 def _addresses(matrices: list[Tensor], stacked: list[Tensor]) -> tuple[Tensor, bool]:
     """The addresses of ``matrices`` on their device, and whether all rows begin and end at 16-byte steps."""
     device = stacked[0].device
-    if is_capturing(device):  # the graph would copy from memory of the host that is free by then
-        raise ValueError("a CUDA graph is being captured, which cannot keep a table of addresses; use the foreach path")
     addresses = [matrix.data_ptr() for matrix in matrices]
     table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     aligned = all(a % 16 == 0 for a in itertools.chain(addresses, (tensor.data_ptr() for tensor in stacked)))

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import torch
 
-from .coefficients import Polynomial, checked_restarts, restarts_hold, span_restarts
-from .squares import Squares
-from .storage import HALF, Storage, storage_spans
+from .coefficients import Polynomial, Squares, checked_restarts, restarts_hold, span_restarts
+from .device import HALF, INTERPRETED, Storage, kernels_of, storage_spans
 from .symmetric_cpu import worth_splitting
-from .symmetric_quack import quack_absence, quack_fault
-from .symmetric_triton import symmetric_product, unsupported
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
-Backend: TypeAlias = Literal["auto", "torch", "split", "triton"]
 Products: TypeAlias = Literal["torch", "split", "triton", "quack"]
+Backend: TypeAlias = "Literal['auto'] | Products"
 
 METHODS: tuple[Method, ...] = ("auto", "standard", "gram")
-BACKENDS: tuple[Backend, ...] = ("auto", "torch", "split", "triton")
 PRODUCTS: tuple[Products, ...] = ("torch", "split", "triton", "quack")
-
-# Whose products the Triton kernel computes, those that quack does not take among them.
-TILED = ("triton", "quack")
+BACKENDS: tuple[Backend, ...] = ("auto", *PRODUCTS)
 
 # CPU: matrices that run as one product together hold at most so many elements; more fall out of the cache.
 _CPU_BATCH_ELEMENTS = 1 << 16
@@ -66,7 +63,7 @@ class Variant:
         restarts: of the Gram form, 0-based steps; empty in the standard form.
         backend: what computes products whose result is symmetric: ``"torch"`` all of it, ``"split"`` (CPU) block rows
             up to the diagonal, ``"triton"`` lower tiles, ``"quack"`` the same but for products of equal factors, which
-            an installed quack computes; that a measurement alone chooses.
+            an installed quack computes.
         piece: at most so many matrices run as one batch.
         replay: launched as one CUDA graph.
 
@@ -159,7 +156,7 @@ def _formed(
     device: torch.device,
     method: Method,
     restarts: Literal["auto"] | tuple[int, ...],
-    backend: Literal["torch", "split", "triton"],
+    backend: Products,
 ) -> Variant:
     """With ``backend``: the form that takes fewer operations, unless it is given."""
     explicit = not isinstance(restarts, str)
@@ -176,30 +173,23 @@ def _formed(
 
 
 def alternatives(
-    shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: Storage, device: torch.device, quack: bool = False
+    shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: Storage, device: torch.device
 ) -> Iterator[Callable[[Variant], tuple[Variant, ...]]]:
     """What a tuner tries, one dimension after the other: each function gives the rivals of the best so far.
 
     First form and back end, then the number of matrices at once, then replay.
-
-    Args:
-        quack: its products are tried too, where it is installed. Importing it changes other modules, and none of its
-            kernels has run in dmuon on a GPU.
     """
 
     def forms(_best: Variant) -> tuple[Variant, ...]:
         methods: tuple[Method, ...] = ("standard",) if dtype == torch.bfloat16 else ("standard", "gram")
         if isinstance(coefficients, Squares):
             methods = ("gram",)
-        backends = [b for b in BACKENDS[1:] if backend_fault(b, device, dtype) is None]
-        found = tuple(
+        backends = [b for b in PRODUCTS if backend_fault(b, device, dtype) is None]
+        return tuple(
             choose_variant(shape, k, coefficients, dtype, device, method=method, backend=backend)
             for method in methods
             for backend in backends
         )
-        if not quack or quack_absence(device, dtype) is not None:
-            return found
-        return found + tuple(replace(form, backend="quack") for form in found if form.backend == "triton")
 
     def pieces(best: Variant) -> tuple[Variant, ...]:
         if device.type != "cpu":
@@ -221,13 +211,8 @@ def adapted(
     """``variant``, measured with some coefficients, for others: restarts by the rule where its own are unsafe."""
     if variant.method == "standard" or restarts_hold(variant.restarts, coefficients, dtype):
         return variant
-    option: Backend = "triton" if variant.backend == "quack" else variant.backend
-    return replace(
-        choose_variant(shape, variant.piece, coefficients, dtype, device, backend=option),
-        backend=variant.backend,
-        piece=variant.piece,
-        replay=variant.replay,
-    )
+    chosen = choose_variant(shape, variant.piece, coefficients, dtype, device, backend=variant.backend)
+    return replace(chosen, piece=variant.piece, replay=variant.replay)
 
 
 def batch_size(shape: tuple[int, int], k: int, device: torch.device) -> int:
@@ -235,29 +220,70 @@ def batch_size(shape: tuple[int, int], k: int, device: torch.device) -> int:
     return min(k, _largest_piece(shape, device))
 
 
-def backend_fault(backend: Backend | Products, device: torch.device, dtype: Storage) -> str | None:
+@lru_cache(maxsize=64)
+def products_on(device: torch.device, dtype: Storage) -> tuple[Products, str]:
+    """What computes products whose result is symmetric on ``device`` in ``dtype``, and why nothing before it does.
+
+    On NVIDIA GPUs from Hopper on that is quack, where it is installed and was found right; on those from Ampere on
+    Triton; on CPUs blocks of rows; and elsewhere the whole product. Small ones are whole ones everywhere.
+    """
+    order: tuple[Products, ...] = ("quack", "triton", "split", "torch")
+    faults: list[str] = []
+    for name in order:
+        fault = backend_fault(name, device, dtype)
+        if fault is None:
+            break
+        faults.append(f"{name}: {fault}")
+    return name, "; ".join(faults)
+
+
+@lru_cache(maxsize=256)
+def backend_fault(backend: Backend, device: torch.device, dtype: Storage) -> str | None:
     """Why ``backend`` cannot run on ``device`` in ``dtype``, or ``None`` if it can."""
     if backend == "split":
         return None if device.type == "cpu" else f"it splits products on the CPU, the matrix is on {device.type}"
-    if backend not in TILED:
+    if backend == "triton":
+        return triton_fault(device, dtype)
+    if backend != "quack":
         return None
+    if device.type != "cuda" or dtype not in HALF:
+        return f"it multiplies fp16 and bf16 on NVIDIA GPUs, not {dtype} on {device.type}"
+    # What has two factors is Triton's.
+    fault = backend_fault("triton", device, dtype)
+    quack_fault: str | None = fault or kernels_of("symmetric_quack").quack_fault(device, user_cache_directory())
+    return quack_fault
+
+
+def triton_fault(device: torch.device, dtype: Storage) -> str | None:
     if not isinstance(dtype, torch.dtype):
         return f"{dtype!r} is for CPUs"
-    fault = unsupported(device, dtype) or _build_fault(device, dtype)
-    return quack_fault(device, dtype) if fault is None and backend == "quack" else fault
-
-
-@lru_cache(maxsize=64)
-def _build_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernel does not build or launch, or ``None``: without a C compiler, for one, it does not."""
+    if dtype not in (*HALF, torch.float32):
+        return f"{dtype} is none of fp16, bf16 and fp32"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu":
+        if not INTERPRETED:
+            return "on CPU the kernel runs in Triton's interpreter only, which is off"
+        return "Triton's interpreter multiplies bf16 wrongly" if dtype == torch.bfloat16 else None
     if device.type != "cuda":
-        return None
-    try:
+        return f"it needs CUDA, not {device.type}"
+    if torch.version.hip is not None:
+        return "it is untested on HIP"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    try:  # without a C compiler, for one, it does not build
         x = torch.ones(64, 64, device=device, dtype=dtype)
-        symmetric_product(x, x)
+        kernels_of("symmetric_triton").symmetric_product(x, x)
     except Exception as error:  # whatever a compiler may raise
         return f"the kernel does not build ({type(error).__name__}: {error})"
     return None
+
+
+def user_cache_directory() -> Path:
+    """``dmuon`` in the user's cache folder (XDG base directories)."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "dmuon"
 
 
 def variant_fault(variant: Variant, device: torch.device, dtype: Storage) -> str | None:
@@ -337,23 +363,24 @@ def _largest_piece(shape: tuple[int, int], device: torch.device, held: int = _SQ
     return max(1, _WORKSPACE_BYTES // (2 * (2 * small * large + held * small * small)))
 
 
-def _usual_backend(
-    shape: tuple[int, int], k: int, dtype: Storage, device: torch.device, fused: bool
-) -> Literal["torch", "split", "triton"]:
+def _usual_backend(shape: tuple[int, int], k: int, dtype: Storage, device: torch.device, fused: bool) -> Products:
     """``fused``: of products that have several addends, which Triton adds in the same launch."""
     small, large = min(shape), max(shape)
     if device.type == "cpu":
         return "split" if worth_splitting(small, large) else "torch"
     if device.type != "cuda" or dtype not in HALF or (small < _TRITON_LEAST_SIDE and not fused):
         return "torch"
-    if backend_fault("triton", device, dtype) is not None:
+    backend, _ = products_on(device, dtype)
+    if backend == "torch":
         return "torch"
+    if fused and backend == "quack" and small < _TRITON_LEAST_SIDE:  # which adds in passes of their own
+        backend = "triton"
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return "triton" if _takes_halves(shape, k, multiprocessors, fused) else "torch"
+    return backend if _takes_halves(shape, k, multiprocessors, fused) else "torch"
 
 
 def _takes_halves(shape: tuple[int, int], k: int, multiprocessors: int, fused: bool) -> bool:
-    """Whether Triton computes symmetric results, in half precision on a GPU where its kernel runs."""
+    """Whether kernels compute symmetric results, in half precision on a GPU where they run."""
     small = min(shape)
     rows = -(-small // 128)
     tiles = k * rows * (rows + 1) // 2

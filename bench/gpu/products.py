@@ -71,9 +71,8 @@ def _sums(settings: Settings, k: int, m: int) -> dict[str, Callable[[], object]]
         out.diagonal(dim1=-2, dim2=-1).add_(0.3)
         return out
 
-    ours = partial(
-        symmetric_product, s, s, addends, alpha=0.5, beta=SUM, identity=0.3, out=out, b_symmetric=True
-    )  # fmt: skip
+    options = {"addends": addends, "betas": SUM, "alpha": 0.5, "identity": 0.3}
+    ours = partial(symmetric_product, s, s, **options, out=out, b_symmetric=True)
     return {"cuBLAS": theirs} | {
         str(config): partial(ours, config=config) for config in settings.configs(m, m, s.dtype)
     }
@@ -87,7 +86,7 @@ def _programs(settings: Settings, k: int, m: int, depth: int) -> dict[str, Calla
         r = x @ x.mT
         programs["cuBLAS"] = partial(torch.baddbmm, r, r, r, beta=0.5, alpha=0.5, out=out)  # copies r first
         programs["cuBLAS in place"] = partial(r.clone().baddbmm_, r, r, beta=0.5, alpha=0.5)  # tends to r², stays small
-        ours = partial(symmetric_product, r, r, r, alpha=0.5, beta=0.5, out=out, b_symmetric=True)
+        ours = partial(symmetric_product, r, r, addends=[r], betas=[0.5], alpha=0.5, out=out, b_symmetric=True)
     else:
         programs["cuBLAS"] = partial(torch.bmm, x, x.mT, out=out)
         ours = partial(symmetric_product, x, x.mT, alpha=0.5, out=out)

@@ -28,7 +28,7 @@ from dmuon.optimizer.groups import (
     restore_specs,
     routed_groups,
 )
-from dmuon.optimizer.notices import tell_first_step, tell_layout
+from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products
 from dmuon.optimizer.options import Description, check_edited, check_scales, describe
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
@@ -289,6 +289,7 @@ class Muon(torch.optim.Optimizer):
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
         self._averagers.forget()
         tell_layout(why, rounds, self._prefetch)
+        tell_products(self.param_groups, residencies, rounds)
 
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""

@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.kernels import products_on
 from dmuon.model.makeup import ModuleTree, longest_path, looks_fused, makeup_of, sites_of
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.log import logger
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round
+from dmuon.step.update import numerics_of
 
 _log = logger(__name__)
 
@@ -79,6 +81,20 @@ def tell_layout(why: str, rounds: Sequence[Round], prefetch: int) -> None:
         len(batches),
         sum(batch.count for batch in batches),
     )
+
+
+def tell_products(
+    groups: Sequence[Mapping[str, Any]], residencies: Sequence[Residency], rounds: Sequence[Round]
+) -> None:
+    """What computes symmetric products on GPUs. All ranks decide it here: quack's trial would hold up a step."""
+    batches = [(groups[round_.index], batch) for round_ in rounds for batch in round_.batches]
+    found = {(batch.device, numerics_of(group, batch.dtype, batch.device).storage) for group, batch in batches}
+    for device, storage in sorted(found, key=str):
+        if device.type == "cuda":
+            backend, others = products_on(device, storage)
+            if _speaks(residencies):
+                why = f" ({others})" if others else ""
+                _log.info("symmetric products of %s on %s are computed by %s%s", storage, device, backend, why)
 
 
 def _speaks(residencies: Iterable[Residency]) -> bool:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from dmuon.kernels import Variant
+from dmuon.kernels import Variant, user_cache_directory
 from dmuon.platform.files import UnreadableFile, check_target, from_json, parse_json, read_json, write_text
 from dmuon.solver import CostTable, Shape
 
@@ -221,12 +221,6 @@ def merge_entries(base: Entries, newer: Entries) -> dict[Shape, dict[int, Timing
     """Both, those of ``newer`` winning."""
     shapes = sorted(base.keys() | newer.keys())
     return {shape: dict(sorted({**base.get(shape, {}), **newer.get(shape, {})}.items())) for shape in shapes}
-
-
-def user_cache_directory() -> Path:
-    """``dmuon`` in the user's cache folder (XDG base directories)."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "dmuon"
 
 
 def user_cache_path(key: CacheKey) -> Path:

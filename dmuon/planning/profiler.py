@@ -68,7 +68,6 @@ def measure(
     options: NsOptions | None = None,
     budget_s: float = 10.0,
     unfinished: Collection[tuple[Shape, int]] = (),
-    quack: bool = False,
     progress: Callable[[Shape, int], None] | None = None,
     too_large: Callable[[Shape, int], None] | None = None,
 ) -> dict[Shape, dict[int, Timing]]:
@@ -83,7 +82,6 @@ def measure(
         work: shape (small side, large side) to batch sizes.
         unfinished: shapes and batch sizes of ``work`` whose search was cut short before. They come last, and each gets
             all that is left: so every measurement finishes one of them at least.
-        quack: its products are tried too, where it is installed.
         progress: called with shape and batch size after each is timed or left out.
         too_large: called with shape and batch size where the device's memory ran out; larger ones are not tried.
     """
@@ -105,7 +103,7 @@ def measure(
             if shape not in full and remaining > 2 * k * flops / rate:
                 again = (shape, k) in unfinished
                 share = remaining if again else remaining / (len(items) - index)
-                timing = _time_best(shape, k, device, options, clock, share, k * flops / rate, budget_s, quack)
+                timing = _time_best(shape, k, device, options, clock, share, k * flops / rate, budget_s)
                 if timing is not None:
                     if again and index == 0:  # more time than now it never has
                         timing = replace(timing, unfinished=False)
@@ -121,7 +119,7 @@ def measure(
 
 
 def build_kernels(
-    work: Mapping[Shape, Sequence[int]], *, device: torch.device, options: NsOptions | None = None, quack: bool = False
+    work: Mapping[Shape, Sequence[int]], *, device: torch.device, options: NsOptions | None = None
 ) -> None:
     """Run what :func:`measure` may try once, so that kernels are compiled before its budget counts. Not on the CPU.
 
@@ -136,7 +134,7 @@ def build_kernels(
     run = partial(orthogonalize, coefficients=options.coefficients, steps=options.steps, dtype=options.dtype)
     for shape, k in sorted((shape, k) for shape, sizes in work.items() for k in set(sizes)):
         rule = choose_variant(shape, k, sequence, dtype, device)
-        forms = next(alternatives(shape, k, sequence, dtype, device, quack))
+        forms = next(alternatives(shape, k, sequence, dtype, device))
         for variant in dict.fromkeys((rule, *forms(rule))):
             with suppress(Exception):  # what fails here fails where it is tried, and is told there
                 batch = _Batch(shape, k, device)
@@ -196,13 +194,12 @@ def _time_best(
     share_ns: float,
     expected_ns: float,
     budget_s: float = 0.0,
-    quack: bool = False,
 ) -> Timing | None:
     """The time of the fastest variant, or ``None`` where one batch does not fit the device's memory."""
     started = time.perf_counter()
     try:
         batch = _Batch(shape, k, device)
-        found = _fastest(batch, options, clock, share_ns / 2, expected_ns, budget_s * 5e8, quack)
+        found = _fastest(batch, options, clock, share_ns / 2, expected_ns, budget_s * 5e8)
         spent_ns = (time.perf_counter() - started) * 1e9
         named = str(found.best) if found.tried else ""
         timing = _time_batch(batch.update(options, found.best), clock, share_ns - spent_ns, named)
@@ -218,7 +215,6 @@ def _fastest(
     limit_ns: float,
     expected_ns: float,
     most_ns: float = 0.0,
-    quack: bool = False,
 ) -> _Search:
     """What a tuner finds within ``limit_ns``: the rule's variant, unless a rival is clearly faster and is right.
 
@@ -239,7 +235,7 @@ def _fastest(
 
     best_ns: int | None = None
     cut_short = False
-    for rivals in alternatives(batch.shape, batch.k, sequence, dtype, batch.device, quack):
+    for rivals in alternatives(batch.shape, batch.k, sequence, dtype, batch.device):
         for rival in rivals(best):
             spent_ns = (time.perf_counter() - started) * 1e9
             cost_ns = runs * (best_ns or expected_ns)

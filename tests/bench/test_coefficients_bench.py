@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from dmuon.kernels.squares import SQUARES, Square, Squares
+from dmuon.kernels.coefficients import SQUARES, Square, Squares
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 FP64 = torch.float64

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dmuon.kernels import coefficient_sequence, orthogonalize
-from dmuon.kernels.iteration import iterate
+from dmuon.kernels import coefficient_sequence, iterate, orthogonalize
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 STEPS = coefficient_sequence("polar_express", 5)

@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import dmuon
 from dmuon import create_dtensor_config
-from dmuon.kernels.newton_schulz import _spans
+from dmuon.kernels.newton_schulz import stages
 from dmuon.layout.matrices import travels
 from dmuon.report.accounting import expected_exchange
 
-storage = importlib.import_module("dmuon.kernels.storage")
+storage = importlib.import_module("dmuon.kernels.device")
 
 LENGTHS = pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
 
@@ -100,16 +100,22 @@ def test_steps_equal_single_process(ranks: RankPool, name: str, steps: int) -> N
     ranks(LAYOUTS[name].world, trajectory, name, steps, timeout=200 if steps == 50 else 60)
 
 
+def forget() -> None:
+    """What was remembered of this CPU."""
+    stages.cache_clear()
+    storage.carrier_dtype.cache_clear()
+
+
 def bf16_on_unlike_cpus(rank: int, _world: int, name: str, dtype: Any) -> None:
     """Only the last rank's CPU multiplies bf16: updates travel as it all the same."""
     multiplies = storage.cpu_multiplies_bf16
     storage.cpu_multiplies_bf16 = lambda: rank == _world - 1
-    _spans.cache_clear()
+    forget()
     try:
         weights, calls = run(lay(name, toy(name)), 3, ns_dtype=dtype)
     finally:
         storage.cpu_multiplies_bf16 = multiplies
-        _spans.cache_clear()
+        forget()
     assert_same_over_ranks(weights)
     assert [over_ranks(of_step) for of_step in calls] == [matrices(name)] * 3
     start, exact = full_state(toy(name)), expected("tp" not in name, 3)

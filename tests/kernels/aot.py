@@ -17,10 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from dmuon.kernels import symmetric_triton as triton_symmetric
+from dmuon.kernels import symmetric_triton
 from dmuon.kernels.symmetric_tiles import TileConfig
-from dmuon.kernels.symmetric_triton import symmetric_product
-from dmuon.kernels.symmetric_triton_kernel import symmetric_product_kernel
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync")
@@ -145,17 +143,16 @@ def _cuobjdump(option: str, cubin: bytes) -> str:
 @contextmanager
 def recording(arch: int) -> Iterator[Recorder]:
     """Inside, ``symmetric_product`` of CPU tensors does what it would on a GPU of ``arch``, but launch."""
-    recorder = Recorder(symmetric_product_kernel, arch)
-    triton_symmetric._plan.cache_clear()
+    recorder = Recorder(symmetric_triton.symmetric_product_kernel, arch)
+    symmetric_triton.plan_launch.cache_clear()
     with mock.patch.multiple(
-        triton_symmetric,
-        _kernel=lambda: recorder,
-        _capability=lambda device: divmod(arch, 10),
-        _processors=lambda device: PROCESSORS,
-        unsupported=lambda device, dtype: None,
+        symmetric_triton,
+        symmetric_product_kernel=recorder,
+        capability_of=lambda device: divmod(arch, 10),
+        processors_of=lambda device: PROCESSORS,
     ):
         yield recorder
-    triton_symmetric._plan.cache_clear()
+    symmetric_triton.plan_launch.cache_clear()
 
 
 def compile_product(
@@ -177,5 +174,5 @@ def compile_product(
     b = torch.empty(p, m, dtype=dtype) if layouts[1] == "n" else torch.empty(m, p, dtype=dtype).mT
     c = list(torch.empty(adds, m, m, dtype=dtype).unbind())
     with recording(arch) as recorder:
-        symmetric_product(a, b, c, beta=(0.5,) * adds, identity=identity, config=config)
+        symmetric_triton.symmetric_product(a, b, addends=c, betas=(0.5,) * adds, identity=identity, config=config)
     return resources(recorder.kernels[0])

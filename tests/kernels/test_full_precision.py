@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels import momentum_update, muon_update_, normalized_momentum, orthogonalize
-from dmuon.kernels.precision import full_precision
+from dmuon.kernels.device import full_precision
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from dmuon.kernels import (
     Variant,
     apply_update_,
     coefficient_sequence,
+    iterate,
+    make_arithmetic,
+    make_iteration,
     momentum_norms,
     momentum_update,
     muon_update_,
@@ -23,13 +28,11 @@ from dmuon.kernels import (
     normalized_momentum,
     normalized_update,
     orthogonalize,
+    run,
+    symmetric_quack,
+    symmetric_triton,
+    update_triton,
 )
-from dmuon.kernels import arithmetic as products_module
-from dmuon.kernels import symmetric_triton as triton_symmetric
-from dmuon.kernels import update as update_module
-from dmuon.kernels import update_triton as triton_update
-from dmuon.kernels.arithmetic import TritonArithmetic
-from dmuon.kernels.iteration import iterate, make_iteration
 from dmuon.kernels.symmetric_tiles import TileConfig
 
 TILES = TileConfig(32, 32, 4, 2), TileConfig(32, 32, 4, 2, descriptors=True)
@@ -47,7 +50,7 @@ PASSES = ["momentum_norms", "normalized_update", "apply_update", "momentum_updat
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Names of the kernels that were launched, in their order; the update takes the fused passes here too."""
+    """Names of the kernels that were launched, in their order."""
     names: list[str] = []
 
     def counted(name, function):
@@ -57,10 +60,10 @@ def launches(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(products_module, "symmetric_product", counted("symmetric", triton_symmetric.symmetric_product))
+    product = counted("symmetric", symmetric_triton.symmetric_product)
+    monkeypatch.setattr(symmetric_triton, "symmetric_product", product)
     for name in PASSES:
-        monkeypatch.setattr(triton_update, name, counted(name, getattr(triton_update, name)))
-    monkeypatch.setattr(update_module, "_fused", lambda tensor: triton_update)
+        monkeypatch.setattr(update_triton, name, counted(name, getattr(update_triton, name)))
     return names
 
 
@@ -69,8 +72,8 @@ def tiled(monkeypatch):
     """Lets all symmetric products take one config."""
 
     def take(tile):
-        taken = partial(products_module.symmetric_product, config=tile)
-        monkeypatch.setattr(products_module, "symmetric_product", taken)
+        taken = partial(symmetric_triton.symmetric_product, config=tile)
+        monkeypatch.setattr(symmetric_triton, "symmetric_product", taken)
 
     return take
 
@@ -121,6 +124,47 @@ def test_blocks_of_squares_equal_fp64_in_eleven_launches(launches, tiled, shape,
     assert relative(ours, orthogonalize(x.double(), coefficients="squares", backend="torch")) <= limit
 
 
+@pytest.mark.parametrize(
+    ("method", "sequence", "by_quack", "by_triton"),
+    [
+        ("standard", POLAR, 10, 0),
+        ("gram", POLAR, 7, 8),
+        ("gram", coefficient_sequence("squares", 5), 11, 0),
+    ],
+)
+def test_quack_computes_products_of_equal_factors_and_triton_the_others(
+    launches, monkeypatch, method, sequence, by_quack, by_triton
+):
+    """Squares with all their addends among them; a fake one stands for it."""
+
+    def product(a, b, *, C, out, alpha, beta):
+        launches.append("quack")
+        assert torch.equal(b, a.mT)
+        exact = alpha * a.double() @ b.double() + (0 if C is None else beta * C.double())
+        out.copy_((exact + exact.mT) / 2)
+
+    fake = ModuleType("quack.gemm_interface")
+    fake.gemm_symmetric = product
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", fake)
+    x = gaussian(2, 24, 40)
+    x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    restarts = () if method == "standard" else (2,) if sequence is POLAR else (1,)
+    found = run(x.half().float(), Variant(method, restarts, "quack", 8), sequence, torch.float16)
+    assert (launches.count("quack"), launches.count("symmetric")) == (by_quack, by_triton)
+    exact = run(x.double(), Variant(method, restarts, "torch", 8), sequence, torch.float64)
+    assert relative(found, exact) <= 2e-2
+
+
+def test_what_quack_does_not_take_is_left_to_triton():
+    x, c = gaussian(2, 16, 24).half(), gaussian(2, 16, 16).half()
+    assert symmetric_quack.equal_factors(x, c, out=c) is None, "it reads and writes in an order of its own"
+    assert symmetric_quack.equal_factors(gaussian(1, 12, 24).half()) is None, "rows of the result are not aligned"
+    assert symmetric_quack.equal_factors(gaussian(1, 16, 20).half()) is None
+    assert symmetric_quack.equal_factors(gaussian(2 * 16 * 24 + 1).half()[1:].view(2, 16, 24)) is None
+    assert symmetric_quack.equal_factors(x[:0]) is None
+
+
 @pytest.mark.pitfall("P61")
 @pytest.mark.parametrize("tile", [pytest.param(TILES[0], marks=pytest.mark.slow), TILES[1]])
 def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(tiled, tile):
@@ -130,8 +174,9 @@ def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(tiled
     spectra = (torch.tensor([1.0, low]).repeat_interleave(m // 2) for low in (0, 1e-3))
     x = torch.stack([zoo.with_spectrum(m, n, spectrum, 9) for spectrum in spectra])
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    iteration = make_iteration(Variant("gram", (2,), "triton", 2), POLAR, torch.float16)
-    ours = iterate(x.half(), iteration, TritonArithmetic(torch.float16, torch.float16))
+    variant = Variant("gram", (2,), "triton", 2)
+    on_a_gpu = type(make_arithmetic(variant, x.device, torch.float16))(torch.float16, torch.float16)
+    ours = iterate(x.half(), make_iteration(variant, POLAR, torch.float16), on_a_gpu)
     assert (torch.linalg.matrix_norm(ours.double(), 2) <= 1.1236 + 0.06).all()
 
 

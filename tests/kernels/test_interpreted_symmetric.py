@@ -5,7 +5,6 @@ Close to fp64, symmetric and repeatable bitwise, inputs untouched, and what else
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -18,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from zoo import commuting, gaussian
 
+import dmuon.kernels as K
 from dmuon.kernels.symmetric_tiles import TileConfig
-from dmuon.kernels.symmetric_triton import symmetric_product
-from dmuon.kernels.symmetric_triton_kernel import lower_tile, triangular_root
+from dmuon.kernels.symmetric_triton import lower_tile, triangular_root
+from dmuon.kernels.symmetric_triton import symmetric_product as launched
 
 POINTERS = TileConfig(32, 16, 4, 2, group=2)
 DESCRIPTORS = TileConfig(32, 16, 4, 2, descriptors=True, group=2)
@@ -76,6 +76,11 @@ def config(request):
 @pytest.fixture(params=[torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def dtype(request):
     return request.param
+
+
+def symmetric_product(a: Tensor, b: Tensor, c: Tensor | None = None, *, beta: float = 0.0, **options) -> Tensor:
+    """One addend, or none."""
+    return launched(a, b, **options, **({} if c is None or not beta else {"addends": [c], "betas": [beta]}))
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -159,12 +164,19 @@ def test_several_addends_and_the_identity(config, dtype, count):
     betas, eye = (1.5, -0.75, 0.25, -2.0)[:count], torch.eye(40, dtype=torch.float64)
     exact = -0.5 * s.double() @ s.double() + 0.3 * eye
     exact += sum(beta * c.double() for beta, c in zip(betas, addends, strict=True))
-    options = {"alpha": -0.5, "beta": betas, "identity": 0.3, "b_symmetric": True, "config": config}
-    found = symmetric_product(s, s, addends, **options)
+    options = {
+        "addends": addends,
+        "betas": betas,
+        "alpha": -0.5,
+        "identity": 0.3,
+        "b_symmetric": True,
+        "config": config,
+    }
+    found = launched(s, s, **options)
     assert close(found, exact) and torch.equal(found, found.mT)
     for target in addends:
         kept = target.clone()
-        assert torch.equal(symmetric_product(s, s, addends, **options, out=target), found)
+        assert torch.equal(launched(s, s, **options, out=target), found)
         target.copy_(kept)
 
 
@@ -178,18 +190,11 @@ def test_wide_tiles(rows):
     addends = [a, b, a + b]
     exact = 0.5 * a.double() @ b.double() + 0.3 * torch.eye(rows, dtype=torch.float64)
     exact += sum(beta * c.double() for beta, c in zip((1.5, -0.5, 0.25), addends, strict=True))
-    options = {"alpha": 0.5, "beta": (1.5, -0.5, 0.25), "identity": 0.3, "b_symmetric": True, "config": config}
-    found = symmetric_product(a.clone(), b.clone(), addends, **options)
+    options = {"alpha": 0.5, "identity": 0.3, "b_symmetric": True, "config": config}
+    options |= {"addends": addends, "betas": (1.5, -0.5, 0.25)}
+    found = launched(a.clone(), b.clone(), **options)
     assert close(found, exact) and torch.equal(found, found.mT)
-    assert torch.equal(symmetric_product(a.clone(), b.clone(), addends, **options, out=b), found)
-
-
-def test_an_addend_without_weight_is_not_read(config):
-    s, c = commuting(48, 48, dtype=torch.float16)
-    nan = torch.full_like(c, torch.nan)
-    unread = [nan, c, nan.mT, nan, nan, nan]  # however many, and however they lie
-    found = symmetric_product(s, s, unread, beta=(0.0, 2.0, 0.0, 0.0, 0.0, 0.0), config=config)
-    assert torch.equal(found, symmetric_product(s, s, c, beta=2.0, config=config))
+    assert torch.equal(launched(a.clone(), b.clone(), **options, out=b), found)
 
 
 def test_out_is_column_major_and_an_unread_addend_is_nan(config, dtype):
@@ -294,56 +299,30 @@ def test_roots_are_exact_at_every_edge():
     assert indices.max() == 23168 * 23169 // 2
 
 
-X, BUFFER, ODD = gaussian(2, 32, 32), torch.zeros(3, 32, 32), torch.zeros(31, 31)
+X, ODD = gaussian(2, 32, 32), torch.zeros(31, 31)
 WIDE = torch.zeros(1, 1).expand(1_000_000, 0)
 REFUSED = {
-    "out is a": (lambda: symmetric_product(X, X.mT.clone(), out=X), "out overlaps a"),
-    "out is b": (lambda: symmetric_product(X.clone(), X, out=X), "out overlaps b"),
-    "out meets a": (lambda: symmetric_product(BUFFER[:2], X, out=BUFFER[1:]), "out overlaps a"),
-    "out meets c": (lambda: symmetric_product(X, X, BUFFER[:2], beta=1.0, out=BUFFER[1:]), "out overlaps c"),
-    "out on itself": (lambda: symmetric_product(X, X, out=ODD[:1, :1].expand(2, 32, 32)), "overlaps itself"),
-    "dtypes": (lambda: symmetric_product(X, X.half()), "b is torch.float16 on cpu, a is torch.float32"),
-    "dimensions": (lambda: symmetric_product(X[None], X[None]), "(m, p) or (k, m, p)"),
-    "shape of b": (lambda: symmetric_product(X, X[:, :16]), "b must be (2, 32, 32)"),
-    "shape of c": (lambda: symmetric_product(X, X, X[0], beta=1.0), "c must be (2, 32, 32)"),
-    "shape of out": (lambda: symmetric_product(X, X, out=X[0]), "out must be (2, 32, 32)"),
-    "fp64": (lambda: symmetric_product(X.double(), X.double()), "none of fp16, bf16 and fp32"),
-    "bf16": (lambda: symmetric_product(X.bfloat16(), X.bfloat16()), "interpreter multiplies bf16 wrongly"),
-    "b_symmetric": (
-        lambda: symmetric_product(X[..., :16], X[:, :16], b_symmetric=True),
-        "b_symmetric=True needs square b",
-    ),
-    "descriptors, address": (
-        lambda: symmetric_product(torch.zeros(1025)[1:].view(32, 32), X[0], config=DESCRIPTORS),
-        "an address is no multiple of 16 bytes",
-    ),
-    "descriptors, stride": (
-        lambda: symmetric_product(ODD, ODD, config=DESCRIPTORS),
-        "a has a stride of 124 bytes",
-    ),
-    "descriptors, expanded": (
-        lambda: symmetric_product(X[:1].expand(2, 32, 32), X, config=DESCRIPTORS),
-        "a has a stride of 0 bytes",
-    ),
-    "descriptors, strided": (
-        lambda: symmetric_product(X[:, :, ::2], X[:, ::2], config=DESCRIPTORS),
-        "no dimension of a matrix of a is contiguous",
-    ),
-    "five addends": (lambda: symmetric_product(X, X, [X.clone()] * 5, beta=(1.0,) * 5), "the kernel adds up to 4"),
-    "a factor for each": (lambda: symmetric_product(X, X, [X, X], beta=1.0), "beta has 1 factors for 2 matrices c"),
-    "addends laid out": (
-        lambda: symmetric_product(X, X, [X.clone(), X.mT], beta=(1.0, 1.0)),
-        "which must agree; lay them out alike",
-    ),
-    "too many tiles": (lambda: symmetric_product(WIDE, WIDE.mT, config=POINTERS), "split the batch"),
+    "an odd address": ((torch.zeros(1025)[1:].view(32, 32), X[0]), DESCRIPTORS, "has tensor descriptors"),
+    "an odd stride": ((ODD, ODD), DESCRIPTORS, "pass a config without them"),
+    "an expanded batch": ((X[:1].expand(2, 32, 32), X), DESCRIPTORS, "has tensor descriptors"),
+    "strided": ((X[:, :, ::2], X[:, ::2]), DESCRIPTORS, "a contiguous dimension"),
+    "too many tiles": ((WIDE, WIDE.mT), POINTERS, "split the batch"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_launch(name):
-    call, message = REFUSED[name]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
+    factors, config, message = REFUSED[name]
+    out = X[0, :1, :1].expand(10**6, 10**6) if factors[0] is WIDE else None
+    with pytest.raises(ValueError, match=message):
+        symmetric_product(*factors, config=config, out=out)
+
+
+@pytest.mark.parametrize(("dtype", "why"), [(torch.float64, "none of fp16, bf16"), (torch.bfloat16, "multiplies bf16")])
+def test_dtypes_that_it_has_not_are_refused(dtype, why):
+    with pytest.raises(ValueError, match=why):
+        K.symmetric_product(X.to(dtype), X.to(dtype), backend="triton")
+    assert torch.equal(K.symmetric_product(X, X, b_symmetric=True), symmetric_product(X, X, b_symmetric=True))
 
 
 @pytest.mark.parametrize(

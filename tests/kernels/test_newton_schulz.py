@@ -10,10 +10,15 @@ import torch
 import zoo
 from zoo import gaussian, relative, torch_newton_schulz
 
-from dmuon.kernels import QUINTICS, coefficient_sequence, orthogonalize
-from dmuon.kernels.arithmetic import Arithmetic
-from dmuon.kernels.iteration import Iteration, iterate
-from dmuon.kernels.normalization import normalize
+from dmuon.kernels import (
+    QUINTICS,
+    Arithmetic,
+    Iteration,
+    coefficient_sequence,
+    iterate,
+    normalize,
+    orthogonalize,
+)
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
 normalization = importlib.import_module("dmuon.kernels.normalization")

@@ -15,19 +15,22 @@ from dmuon.kernels import (
     Variant,
     alternatives,
     choose_variant,
+    coefficient_sequence,
+    iterate,
+    make_arithmetic,
+    make_iteration,
     newton_schulz_flops,
     orthogonalize,
 )
-from dmuon.kernels.arithmetic import SplitArithmetic
-from dmuon.kernels.iteration import Workspace, iterate, make_iteration
-from dmuon.kernels.squares import SQUARES
-from dmuon.kernels.variant import squares_cost
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from numerics import polynomial
 
 CPU = torch.device("cpu")
 FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
+SQUARES = coefficient_sequence("squares", 5)
+SPLIT = Variant("gram", (1,), "split", 2)
+SplitArithmetic = type(make_arithmetic(SPLIT, CPU, FP32))
 ZOO = zoo.matrices(48, 128)
 WELL_CONDITIONED = ("gaussian", "orthogonal", "condition_10", "identity")
 
@@ -94,7 +97,7 @@ def test_every_stored_matrix_is_symmetric_bitwise():
 
     x = torch.stack([ZOO["real_gradient"], ZOO["half_null"]])
     x /= torch.linalg.matrix_norm(x)[:, None, None]
-    iterate(x, make_iteration(Variant("gram", (1,), "split", 2), SQUARES, FP16), Recording(FP16, FP32))
+    iterate(x, make_iteration(SPLIT, SQUARES, FP16), Recording(FP16, FP32))
     assert len(seen) == 9 and all(torch.equal(s, s.mT) and torch.equal(s, s.half().float()) for s in seen)
 
 
@@ -108,14 +111,10 @@ def test_each_product_is_a_gram_matrix_a_square_or_the_last_of_its_block():
                 calls[name] += 1
             return super().__getattribute__(name)
 
-    workspace = Workspace(torch.empty(40, 100), [])
-    iteration = make_iteration(Variant("gram", (1,), "split", 1), SQUARES, FP32)
-    iterate(gaussian(40, 100) / 100, iteration, Counting(FP32, FP32), workspace)
-    assert calls == {"gram": 2, "square": 9, "product": 2, "symmetric": 0}
-    assert len(workspace.squares) == 5, "R and the four S of the longer block"
+    iterate(gaussian(40, 100) / 100, make_iteration(SPLIT, SQUARES, FP32), Counting(FP32, FP32))
+    assert calls == {"gram": 2, "square": 9, "product": 2, "symmetric": 2}, "and Gram matrices are symmetric results"
     for alpha in (1, 4):
         shape, unit = (64, 64 * alpha), 64**3 / 2
-        assert squares_cost(shape, SQUARES, "triton") / unit == 6 * alpha + 9
         assert newton_schulz_flops(shape, "squares", 5, None, CPU) == 2 * (8 * alpha + 18) * unit
 
 

@@ -20,20 +20,20 @@ from dmuon.kernels import (
     carrier_dtype,
     choose_variant,
     coefficient_sequence,
+    make_arithmetic,
     normalize,
     normalized_momentum,
     orthogonalize,
     run,
     storage_dtype,
 )
-from dmuon.kernels.arithmetic import make_arithmetic
-from dmuon.kernels.newton_schulz import _plan, _spans
+from dmuon.kernels.newton_schulz import planned_call, stages
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from common.stress import MARGIN, Batch, stress_set
 from numerics import polynomial
 
-storage = importlib.import_module("dmuon.kernels.storage")
+storage = importlib.import_module("dmuon.kernels.device")
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -45,10 +45,10 @@ ROUNDOFF = 2.0**-8  # of bf16: a value rounded once errs by no more of itself
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """A CPU that multiplies bf16, or not: torch computes either way, on any CPU, and only time differs."""
     monkeypatch.setattr(storage, "cpu_multiplies_bf16", lambda: request.param)
-    for remembered in (_spans, _plan):
+    for remembered in (stages, planned_call, carrier_dtype):
         remembered.cache_clear()
     yield request.param
-    for remembered in (_spans, _plan):
+    for remembered in (stages, planned_call, carrier_dtype):
         remembered.cache_clear()
 
 

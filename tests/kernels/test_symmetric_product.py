@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from zoo import commuting, gaussian
 
 from dmuon.kernels import symmetric_product
 
 BACKENDS = ("auto", "torch", "split")
+LIMIT = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -76,6 +81,52 @@ def test_a_second_call_gives_the_same_bits_and_nan_stays_in_its_matrix(backend):
     assert torch.equal(found[0], first[0]) and torch.equal(found[2], first[2]) and found[1].isnan().any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("m", [1, 15, 63, 64, 65, 129, 300, 513, 1100])
+def test_every_side_around_the_edges_of_blocks(backend, dtype, m):
+    x, (r, q) = gaussian(m, 2 * m + 3, dtype=dtype) / math.sqrt(m), commuting(m, m, dtype=dtype)
+    c = r + q.mT
+    for found, exact in (
+        (symmetric_product(x, x.mT, backend=backend), x.double() @ x.double().mT),
+        (
+            symmetric_product(r, q, c, alpha=-0.7, beta=2.5, backend=backend),
+            -0.7 * r.double() @ q.double() + 2.5 * c.double(),
+        ),
+    ):
+        assert torch.equal(found, found.mT)
+        assert (found - exact).abs().max() <= LIMIT[dtype] * exact.abs().max().clamp(min=1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(m=st.integers(0, 700), p=st.integers(0, 80), alpha=st.floats(-4, 4), beta=st.floats(-4, 4), with_c=st.booleans())
+def test_any_sizes_and_factors(m, p, alpha, beta, with_c):
+    x = torch.randn(m, p, dtype=torch.float64)
+    c = torch.randn(m, m, dtype=torch.float64)
+    c = c + c.mT if with_c else None
+    found = symmetric_product(x, x.mT, c, alpha=alpha, beta=beta, backend="split")
+    assert found.shape == (m, m) and torch.equal(found, found.mT)
+    expected = alpha * (x @ x.mT) + (0 if c is None else beta * c)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("m", [70, 513])
+def test_nothing_is_written_outside_of_out_nor_read_outside_of_operands(m):
+    r, q = commuting(m, m, dtype=torch.float64)
+    strided = torch.full((3 * m, 2 * m), math.nan, dtype=torch.float64)[: 3 * m : 3, m:].copy_(r)
+    around = torch.zeros(m + 2, m + 2, dtype=torch.float64)
+    for out in (around[1:-1, 1:-1], torch.empty(m, m).double().mT, torch.empty(m, 2 * m).double()[:, ::2]):
+        copies = strided.clone(), q.clone()
+        symmetric_product(strided, q, out=out, backend="split")
+        assert torch.allclose(out, r @ q, rtol=1e-12, atol=1e-11) and torch.equal(out, out.mT)
+        assert all(torch.equal(*pair) for pair in zip((strided, q), copies, strict=True))
+    around[1:-1, 1:-1] = 0
+    assert not around.any()
+
+
+MEETING = torch.zeros(5, 4)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -87,6 +138,12 @@ def test_a_second_call_gives_the_same_bits_and_nan_stays_in_its_matrix(backend):
         (lambda x: symmetric_product(x, x), ValueError, r"b must be \(6, 4\) beside a \(4, 6\), got \(4, 6\)"),
         (lambda x: symmetric_product(x, x.mT, x), ValueError, r"c must be \(4, 4\) beside a"),
         (lambda x: symmetric_product(x, x.mT, out=x), ValueError, r"out must be \(4, 4\)"),
+        (lambda x: symmetric_product(x, x.mT, out=x[:1, :1].expand(4, 4)), ValueError, "overlaps itself"),
+        (
+            lambda x: symmetric_product(x, x.mT, MEETING[:4], beta=1.0, out=MEETING[1:]),
+            ValueError,
+            "out shares memory with c",
+        ),
         (lambda x: symmetric_product(x, x.mT, backend="fast"), ValueError, "backend='fast' is unknown; use one of"),
         (
             lambda x: symmetric_product(x, x.mT, backend="triton"),

@@ -12,18 +12,10 @@ import triton.language as tl
 from aot import Recorder, resources
 
 from dmuon.kernels import update_triton as triton_update
-from dmuon.kernels.update_triton import momentum_norms, unsupported
 
 KERNELS = tuple(
     getattr(triton_update, f"_{name}_kernel") for name in ("momentum", "normalize", "apply", "fold", "norm")
 )
-
-
-def test_cpu_tensors_are_unsupported_without_the_interpreter():
-    matrices, stacked = [torch.zeros(2, 3)], torch.zeros(1, 2, 3)
-    assert unsupported(matrices, stacked) == "the tensors are on cpu, not on cuda"
-    with pytest.raises(ValueError, match="on cpu, not on cuda"):
-        momentum_norms(matrices, stacked, beta=0.9, nesterov=True)
 
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -55,8 +47,7 @@ def launch(recorder, name, size=4096, *, aligned=True, offset=0, number=0.9):
         argument: number if kind is float else torch.zeros(8, dtype=kind)[offset:] for argument, kind in types.items()
     }
     sizes = {"numel": size, "tiles": triton.cdiv(size, 2048)}
-    block = triton_update._BLOCK
-    recorder[(1,)](**arguments, **sizes, **values, ALIGNED=aligned, BLOCK=block, **triton_update._LAUNCH)
+    recorder[(1,)](**arguments, **sizes, **values, ALIGNED=aligned, **triton_update.LAUNCH)
     return recorder.kernels[-1]
 
 

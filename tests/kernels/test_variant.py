@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +18,11 @@ from dmuon.kernels import (
     choose_variant,
     coefficient_sequence,
     orthogonalize,
+    products_on,
     safe_restarts,
     variant_fault,
 )
+from dmuon.kernels.update import built_passes
 
 variant_module = importlib.import_module("dmuon.kernels.variant")
 
@@ -77,9 +81,24 @@ def test_variants_that_could_not_run_are_refused(text):
         Variant.parse(text)
 
 
-def test_what_this_device_cannot_run_says_why(monkeypatch):
-    monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: None)
-    monkeypatch.setattr(variant_module, "_build_fault", lambda device, dtype: None)
+@pytest.fixture
+def ampere(monkeypatch) -> Iterator[SimpleNamespace]:
+    """A GPU on which Triton runs, unless it has a ``fault``."""
+    machine = SimpleNamespace(fault=None, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
+    monkeypatch.setattr(variant_module, "triton_fault", lambda device, dtype: machine.fault)
+    forget()
+    yield machine
+    forget()
+
+
+def forget() -> None:
+    for remembered in (backend_fault, products_on, choose_variant):
+        remembered.cache_clear()
+
+
+def test_what_this_device_cannot_run_says_why(ampere):
     assert variant_fault(Variant("gram", (2,), "triton", 1), CUDA, torch.float16) is None
     graph = Variant("gram", (2,), "torch", 1, replay=True)
     assert variant_fault(graph, CPU, torch.float32) == "CUDA graphs are not replayed on cpu"
@@ -87,21 +106,33 @@ def test_what_this_device_cannot_run_says_why(monkeypatch):
         orthogonalize(torch.ones(4, 8), variant=graph)
 
 
-def test_kernels_that_do_not_build_are_named_and_not_taken(monkeypatch):
-    """As in a container without a C compiler; here there is not even a GPU."""
-    update = importlib.import_module("dmuon.kernels.update")
-    monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: None)
-    variant_module._build_fault.cache_clear()
-    choose_variant.cache_clear()
-    try:
-        assert "the kernel does not build (" in (backend_fault("triton", CUDA, torch.float16) or "")
-        assert rule((4096, 14336), 8, torch.float16, CUDA).backend == "torch"
-        with pytest.warns(UserWarning, match=r"fused update kernels do not run on cuda \(.*\); slower without"):
-            assert update._triton_update(CUDA) is None
-    finally:
-        variant_module._build_fault.cache_clear()
-        choose_variant.cache_clear()
-        update._triton_update.cache_clear()
+@pytest.mark.parametrize(
+    ("capability", "hip", "dtype", "reason"),
+    [
+        ((7, 5), None, torch.float16, "compute capability 7.5 is below 8.0"),
+        ((8, 0), "6.4", torch.float16, "it is untested on HIP"),
+        ((8, 0), None, torch.float64, "torch.float64 is none of fp16, bf16 and fp32"),
+        ((12, 0), None, torch.float32, "the kernel does not build ("),
+    ],
+)
+def test_why_the_triton_kernel_cannot_run(monkeypatch, capability, hip, dtype, reason):
+    """Here it does not build on a device that has all: as in a container without a C compiler."""
+    forget()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert (backend_fault("triton", CUDA, dtype) or "").startswith(reason)
+    assert rule((4096, 14336), 8, dtype, CUDA).backend == "torch"
+    monkeypatch.setattr(variant_module.importlib.util, "find_spec", lambda name: None)
+    forget()
+    without = "Triton is not installed" if dtype != torch.float64 else reason
+    assert backend_fault("triton", CUDA, dtype) == without
+    forget()
+
+
+def test_fused_passes_that_do_not_build_are_named_and_not_taken():
+    with pytest.warns(UserWarning, match=r"fused update kernels do not run on cuda \(.*\); slower without"):
+        assert built_passes(CUDA) is None
+    built_passes.cache_clear()
 
 
 def test_the_rule_on_cpu():
@@ -116,28 +147,18 @@ def test_the_rule_on_cpu():
     assert rule((1024, 4096), dtype=torch.bfloat16).method == "standard"
 
 
-def test_the_rule_on_cuda(monkeypatch):
-    class Properties:
-        multi_processor_count = 132
-
-    monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: None)
-    monkeypatch.setattr(variant_module, "_build_fault", lambda device, dtype: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    choose_variant.cache_clear()
-    try:
-        many = rule((4096, 14336), 8, torch.float16, CUDA)
-        assert (many.method, many.backend) == ("gram", "triton")
-        assert rule((1024, 4096), 1, torch.float16, CUDA).backend == "torch", "36 tiles do not fill 132 processors"
-        assert rule((1024, 4096), 8, torch.float16, CUDA).backend == "triton"
-        assert rule((512, 2048), 64, torch.float16, CUDA).backend == "torch", "too small"
-        assert rule((4096, 4096), 8, torch.float32, CUDA).backend == "torch", "fp32 has no matrix instruction"
-        bf16 = rule((4096, 14336), 8, torch.bfloat16, CUDA)
-        assert (bf16.method, bf16.backend) == ("standard", "triton")
-        monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: "no")
-        choose_variant.cache_clear()
-        assert rule((4096, 14336), 8, torch.float16, CUDA).backend == "torch"
-    finally:
-        choose_variant.cache_clear()
+def test_the_rule_on_cuda(ampere):
+    many = rule((4096, 14336), 8, torch.float16, CUDA)
+    assert (many.method, many.backend) == ("gram", "triton")
+    assert rule((1024, 4096), 1, torch.float16, CUDA).backend == "torch", "36 tiles do not fill 132 processors"
+    assert rule((1024, 4096), 8, torch.float16, CUDA).backend == "triton"
+    assert rule((512, 2048), 64, torch.float16, CUDA).backend == "torch", "too small"
+    assert rule((4096, 4096), 8, torch.float32, CUDA).backend == "torch", "fp32 has no matrix instruction"
+    bf16 = rule((4096, 14336), 8, torch.bfloat16, CUDA)
+    assert (bf16.method, bf16.backend) == ("standard", "triton")
+    ampere.fault = "no"
+    forget()
+    assert rule((4096, 14336), 8, torch.float16, CUDA).backend == "torch"
 
 
 def test_a_batch_on_cuda_is_cut_where_its_workspace_is_bounded():

@@ -51,8 +51,8 @@ FAULTS = {
     UPDATE: {
         "momentum_not_folded": "momentum.lerp_(update, «1 - beta→beta»)",
         "nesterov_ignored": "return «update.lerp_(momentum, beta) if nesterov else →»update.copy_(momentum)",
-        "weight_decay_without_lr": "torch._foreach_mul_(weights, 1 - «lr * →»weight_decay)",
-        "scale_of_the_update_dropped": "for one in stack.unbind(0)], alpha=-lr« * scale→»)",
+        "weight_decay_without_lr": "torch._foreach_mul_(params, 1 - «lr * →»weight_decay)",
+        "scale_of_the_update_dropped": "torch._foreach_add_(params, updates, alpha=-lr« * scale→»)",
     },
     "tests/solver/test_heuristics.py tests/solver/test_planner.py": {
         "greedy_forgets_loads": "load[rank], owned[rank] = «finish→load[rank]», after",

@@ -53,8 +53,7 @@ def test_the_rule_is_that_of_a_device_that_is_here(monkeypatch, name, dtype):
     class Properties:
         multi_processor_count = DEVICES[name].sms
 
-    monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: None)
-    monkeypatch.setattr(variant_module, "_build_fault", lambda device, dtype: None)
+    monkeypatch.setattr(variant_module, "products_on", lambda device, dtype: ("triton", ""))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     choose_variant.cache_clear()
     try:

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import torch
 
-from dmuon.kernels import MIXED, PRESETS, Storage, Variant
+from dmuon.kernels import MIXED, PRESETS, Storage, user_cache_directory
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import (
     CacheKey,
     CostCache,
     Entries,
     parse_shape,
-    user_cache_directory,
     user_cache_files,
     user_cache_path,
 )
@@ -28,7 +27,7 @@ from dmuon.planning.device_key import NsOptions, device_key, options_of
 from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, settled, timing_bar, useful_batch_sizes
 from dmuon.platform.files import save_png
 from dmuon.solver import Shape
-from dmuon.tools.cli.arguments import FAILED, BadArgument, Parser, count, require_target, seconds
+from dmuon.tools.cli.arguments import FAILED, BadArgument, Parser, count, removed, require_target, seconds
 from dmuon.tools.cli.figures import cost_table, draw_costs
 
 _DTYPES: Mapping[str, Storage] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "mixed": MIXED}
@@ -37,11 +36,12 @@ _TOLERANCE = 1.5  # clocks and neighbours on the machine stay below this; anothe
 _RUN = ("dtype", "coefficients", "steps")
 # Which arguments each mode reads: any other is refused rather than ignored.
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "measure": ("model", "shapes", "device", *_RUN, "max_batch", "budget", "quack", "out"),
+    "measure": ("model", "shapes", "device", *_RUN, "max_batch", "budget", "out"),
     "merge": ("merge", "out"),
     "check": ("check", "device", *_RUN, "budget"),
     "show": ("show", "device", *_RUN, "png"),
 }
+_REMOVED = {"--quack": "leave it out: an installed quack is tried wherever it can run"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,12 +64,8 @@ def _parser() -> Parser:
         "--max-batch", type=count, help=f"largest number of matrices per batch (default and most: {MAX_BATCH})"
     )
     parser.add_argument("--budget", type=seconds, help="seconds to measure (default: 120, --check 20)")
-    parser.add_argument(
-        "--quack",
-        action="store_const",
-        const=True,
-        help="try quack's products too, where it is installed; unproven: they may hang or end this process",
-    )
+    for name, instead in _REMOVED.items():
+        parser.add_argument(name, nargs="?", const="", type=removed(instead), help=argparse.SUPPRESS)
     parser.add_argument("--out", help="file to write or add to (default: the user's cache)")
     parser.add_argument(
         "--merge", nargs="+", metavar="CACHE", help="add caches of one key to --out; of equal entries the last wins"
@@ -125,10 +121,9 @@ def _measure(arguments: argparse.Namespace) -> int:
         shape: useful_batch_sizes(shape, min(limit, count), device)
         for shape, count in _counts(arguments.model, arguments.shapes or "", limit).items()
     }
-    quack = bool(arguments.quack)
-    build_kernels(work, device=device, options=options, quack=quack)
+    build_kernels(work, device=device, options=options)
     with timing_bar(work, key.device) as progress:
-        entries = measure(work, device=device, options=options, budget_s=budget_s, quack=quack, progress=progress)
+        entries = measure(work, device=device, options=options, budget_s=budget_s, progress=progress)
     if not entries:
         raise BadArgument(f"nothing fitted --budget {budget_s:g}; allow more seconds")
     CostCache(key, entries).save(path)
@@ -196,11 +191,9 @@ def _check(arguments: argparse.Namespace) -> int:
         return FAILED
     print(f"{path}: valid on {device}, {'exactly' if match == 'exact' else f'measured with other versions: {changes}'}")
     work = _sample(cache.entries)
-    named = (cache.entries[shape][k].variant for shape, sizes in work.items() for k in sizes)
-    quack = any(Variant.parse(variant).backend == "quack" for variant in named if variant)
-    build_kernels(work, device=device, options=options, quack=quack)
+    build_kernels(work, device=device, options=options)
     with timing_bar(work, key.device) as progress:
-        again = measure(work, device=device, options=options, budget_s=budget_s, quack=quack, progress=progress)
+        again = measure(work, device=device, options=options, budget_s=budget_s, progress=progress)
     if not again:
         raise BadArgument(f"nothing fitted --budget {budget_s:g}; allow more seconds")
     print(f"{'shape':>14} {'batch':>6} {'recorded ms':>12} {'now ms':>12} {'ratio':>7}")

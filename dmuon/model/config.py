@@ -56,12 +56,13 @@ def matrices_of(config: ModelConfig) -> list[MatrixShape]:
         return list(_stack("model.layers", config.integer("num_hidden_layers"), sizes, _ATTENTION + _GATED))
     if kind in _WITH_EXPERTS:
         return list(_WITH_EXPERTS[kind](config))
-    transformers = transformers_or_none()
-    if transformers is None:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
         raise ValueError(
             f"{config.path}: field 'model_type' is {kind!r}; use one of {names}, install transformers, which knows "
             "others, or time its shapes with dmuon-profile --shapes"
-        )
+        ) from None
     return read_with_transformers(transformers, config.path, config.data)
 
 
@@ -288,14 +289,6 @@ _LEFT_OUT = frozenset({
     "attn_implementation", "_attn_implementation", "use_pretrained_backbone",
 })  # fmt: skip
 _MAX_MESSAGE = 300  # transformers answers an unknown name with all that it knows
-
-
-def transformers_or_none() -> ModuleType | None:
-    """The ``transformers`` package, or ``None`` where it is not installed."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError:
-        return None
 
 
 def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping[str, Any]) -> list[MatrixShape]:

@@ -15,7 +15,6 @@ import pulp
 from hypothesis import strategies as st
 
 from dmuon.solver import CostTable, Matrix, Plan, Rank, exact
-from dmuon.solver.problem import Problem, build_problem
 
 Case = tuple[list[Matrix], int, CostTable]
 LimitedCase = tuple[list[Matrix], list[Rank], CostTable]
@@ -66,10 +65,6 @@ def wave_costs(matrices: Sequence[Matrix]) -> CostTable:
             for shape, count in tiles.items()
         }
     )
-
-
-def built(matrices: Sequence[Matrix], ranks: int | Sequence[Rank], costs: CostTable) -> Problem:
-    return build_problem(tuple(matrices), owners_of(ranks), costs)
 
 
 def owners_of(ranks: int | Sequence[Rank]) -> list[Rank]:

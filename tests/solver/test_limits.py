@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from instances import LimitedCase, exact_makespan, limited_problems, linear_costs, make_matrices, shape_costs
 
 from dmuon.solver import CostTable, Infeasible, Matrix, Plan, Rank, SolveOptions, baseline, plan
-from dmuon.solver.result import block_bytes
 
 STATE = make_matrices([1])[0].state_bytes  # of a 64 x 64 matrix
 
@@ -98,7 +97,7 @@ def batched() -> tuple[list[Matrix], CostTable]:
 
 
 def largest_share(result: Plan) -> int:
-    return max(max(row.values()) for row in block_bytes(result.matrices, result.owners).values())
+    return max(most for most, _ in result.block_balance.values())
 
 
 @pytest.mark.parametrize("cap", [1.0, 2.0])

@@ -1,0 +1,225 @@
+"""What ``dmuon-plan`` predicts and recommends, against figures worked out by hand and the record of the fit."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness.configs import LLAMA_8B, QWEN_MOE, SMALL_LLAMA, written
+
+from dmuon.tools.cli.plan import main
+
+FIT = Path(__file__).resolve().parents[2] / "bench/results/simulation-fit.json"
+MOE = QWEN_MOE | {
+    "hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 4, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 10, "tie_word_embeddings": False,
+}  # fmt: skip
+PROGRAMS = ("dedicated ", "dedicated keep", "exchanged", "gather", "adamw")
+FREE = [f"{link}_{what}" for link in ("intra", "inter") for what in ("latency_s=1e-30", "bandwidth=1e30")]
+FIGURES = (
+    "device_sms",
+    "device_peak_flops",
+    "device_matmul_efficiency",
+    "device_memory_bandwidth",
+    "device_launch_s",
+    "device_memory",
+    "intra_latency_s",
+    "intra_bandwidth",
+    "inter_latency_s",
+    "inter_bandwidth",
+    "gpus_per_node",
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, ended: Callable[..., Any]) -> Callable[..., Any]:
+    """``plan(config, *arguments)``."""
+    return lambda config, *arguments: ended(main, written(tmp_path, config), "--method", "greedy", *arguments)
+
+
+def setting(*figures: str) -> list[str]:
+    return [word for figure in figures for word in ("--set", figure)]
+
+
+def times(done: Any, program: str) -> tuple[float, float, float, float]:
+    """Milliseconds of the step, of forward and backward, of Newton–Schulz, and what is exposed of the rest."""
+    assert done.status == 0, done.err
+    step, computes, ns, exposed = map(float, done.row(program).removeprefix(program).split()[:4])
+    return step, computes, ns, exposed
+
+
+# -- what is computed -----------------------------------------------------------------------------------------------
+
+ATTENTION, FEED_FORWARD = 2 * 8 * 8 + 2 * 4 * 8, 3 * 8 * 16  # q and o; k and v, one head of two; gate, up, down
+PAIRS = 2 * (3 * 3) * 4 * 8 / 2  # two sequences of three; scores and values, four operations a pair, half are masked
+
+
+@pytest.mark.parametrize(
+    ("config", "forward"),
+    [
+        (SMALL_LLAMA, 2 * (12 * (ATTENTION + FEED_FORWARD) + PAIRS) + 12 * 10 * 8),
+        # The router, and two of eight experts.
+        (MOE, 12 * (ATTENTION + 8 * 8 + 2 * 3 * 4 * 8) + PAIRS + 12 * 10 * 8),
+    ],
+)
+def test_forward_and_backward_by_hand(plan: Callable[..., Any], config: dict[str, Any], forward: float) -> None:
+    """Of six tokens at a megaflop a second; the head is never computed again."""
+    given = ["--world", 2, "--tokens", 6, "--sequence", 3, "--efficiency", 1, *setting("device_peak_flops=1e6")]
+    assert times(plan(config, *given), "adamw")[1] == pytest.approx(3 * forward / 1e3, abs=0.006)
+    again = 4 * forward - 12 * 10 * 8
+    assert times(plan(config, *given, "--recompute"), "adamw")[1] == pytest.approx(again / 1e3, abs=0.006)
+
+
+def test_a_step_without_links_memory_or_launches_is_its_computation(plan: Callable[..., Any]) -> None:
+    free = setting(*FREE, "device_memory_bandwidth=1e30")
+    done = plan(LLAMA_8B | {"num_hidden_layers": 2}, "--world", 16, "--replicate", 2, *free)
+    found = {program: times(done, program) for program in PROGRAMS}
+    assert all(abs(found[program][3]) < 0.011 for program in PROGRAMS if program != "exchanged"), found
+    assert abs(found["exchanged"][3]) < 0.5, "an all-to-all starts one message after the other, links or not"
+    assert len({computes for _, computes, _, _ in found.values()}) == 1
+    assert found["gather"][2] > 8 * found["dedicated "][2] > found["adamw"][2] == 0
+
+
+@pytest.mark.parametrize(("world", "replicate"), [(8, 1), (256, 1), (256, 32)])
+def test_llama_8b_within_brackets(plan: Callable[..., Any], world: int, replicate: int) -> None:
+    done = plan(LLAMA_8B, "--world", world, "--replicate", replicate, "--tokens", 8192)
+    found = {program: times(done, program) for program in PROGRAMS}
+    assert found["adamw"][1] == pytest.approx(800, rel=0.01)  # 6 operations a parameter and token at half the peak
+    steps = {program: step for program, (step, *_) in found.items()}
+    assert steps["gather"] > steps["adamw"] + found["gather"][2]
+    assert found["dedicated "][2] >= found["gather"][2] / world
+    assert steps["dedicated "] >= 0.97 * steps["adamw"] and steps["dedicated keep"] <= steps["dedicated "]
+    assert 1.0 < steps["gather"] / steps["dedicated "] < 5.0
+
+
+def test_figures_of_the_hardware_reach_the_prediction(plan: Callable[..., Any]) -> None:
+    few = LLAMA_8B | {"num_hidden_layers": 2}
+
+    def step(*figures: str) -> float:
+        return times(plan(few, "--world", 16, *setting(*figures)), "dedicated ")[0]
+
+    usual = step()
+    for slower in ("device_peak_flops=1e14", "inter_bandwidth=1e9", "inter_latency_s=1e-3", "device_launch_s=1e-3"):
+        assert step(slower) > usual, slower
+    assert step("inter_bandwidth=1e12", "gpus_per_node=16") < usual
+
+
+@pytest.mark.parametrize("value", ["0", "nan", "-8"])
+@pytest.mark.parametrize("figure", FIGURES)
+def test_an_impossible_figure_is_refused_by_its_name(plan: Callable[..., Any], figure: str, value: str) -> None:
+    done = plan(SMALL_LLAMA, "--world", 2, *setting(f"{figure}={value}"))
+    assert done.status == 2 and f"dmuon-plan: {figure}=" in done.err
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "says"),
+    [
+        *(
+            (SMALL_LLAMA, setting(f"{figure}=1.5"), f"{figure}=1.5 must be")
+            for figure in ("device_sms", "device_memory")
+        ),
+        (SMALL_LLAMA, setting("device_matmul_efficiency=1.01"), "must be at most 1"),
+        (SMALL_LLAMA, setting("bandwidth=1e9"), "bandwidth is no figure"),
+        (SMALL_LLAMA, ["--efficiency", 1.5], "efficiency=1.5 must be"),
+        (SMALL_LLAMA, ["--tokens", 7, "--sequence", 3], "tokens=7 must be a multiple of sequence=3"),
+        *((SMALL_LLAMA | {"vocab_size": bad}, [], "field 'vocab_size' is") for bad in (0, "many")),
+        (SMALL_LLAMA | {"tie_word_embeddings": 1}, [], "field 'tie_word_embeddings' is"),
+        *((MOE | {"num_experts_per_tok": bad}, [], "field 'num_experts_per_tok'") for bad in (None, 0, 9, True)),
+    ],
+)
+def test_what_nothing_can_be_predicted_from_is_named(
+    plan: Callable[..., Any], config: dict[str, Any], arguments: list[object], says: str
+) -> None:
+    done = plan(config, "--world", 2, *arguments)
+    assert (done.status, done.out) == (2, "") and says in done.err
+
+
+@pytest.mark.pitfall("P82")
+def test_the_report_says_what_a_reader_needs(plan: Callable[..., Any]) -> None:
+    text = plan(LLAMA_8B, "--world", 16, "--replicate", 2, "--tp", 2).out
+    assert "16 × H200, 2 nodes (replicate 2 × shard 4 × tp 2), 16,384 tokens per rank" in text
+    assert "at 50% of the peak" in text and "estimated for 3 of 3 shapes" in text
+    error = json.loads(FIT.read_text())["error"]
+    assert f"± {error:.1%} is how far predictions were off" in text and error <= 0.04
+
+
+def test_the_error_is_that_of_published_cases_each_left_out(plan: Callable[..., Any]) -> None:
+    fit = json.loads(FIT.read_text())
+    left_out = [case["left_out"] for case in fit["cases"] if case["fitted"]]
+    assert fit["error"] == pytest.approx((sum(e * e for e in left_out) / len(left_out)) ** 0.5)
+    assert all(case["source"] for case in fit["cases"])
+
+
+# -- what is recommended --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recommended(plan: Callable[..., Any]) -> Callable[..., tuple[list[list[str]], str, str]]:
+    """Rows of the table, the line that says why, and the code."""
+
+    def recommend(*arguments: object) -> tuple[list[list[str]], str, str]:
+        done = plan(LLAMA_8B | {"num_hidden_layers": 4}, "--recommend", "--tokens", 8192, *arguments)
+        assert done.status == 0, done.err
+        *_, why, code = done.out.splitlines()
+        return [line.split() for line in done.out.splitlines() if line.split()[1:2] == ["×"]], why, code.strip()
+
+    return recommend
+
+
+def test_every_mesh_of_whole_nodes_in_both_residencies(recommended: Callable[..., Any]) -> None:
+    rows, why, _ = recommended("--world", 64)
+    found = {(int(row[0]), "kept" in row, "dedicated" if "dedicated" in row else "exchanged") for row in rows}
+    meshes = [(r, kept, way) for r in (1, 2, 4, 8) for kept in (False, True) for way in ("dedicated", "exchanged")]
+    assert found == set(meshes)
+    [taken] = [row for row in rows if row[-1] == "<"]
+    steps = [float(row[row.index("dedicated" if "dedicated" in row else "exchanged") + 2]) for row in rows]
+    assert steps[rows.index(taken)] <= 1.004 * min(steps), "a tenth of the error for which nobody sets an option"
+    assert "more are equal to it within the error" in why
+
+
+def test_what_does_not_fit_is_not_recommended(recommended: Callable[..., Any]) -> None:
+    rows, _, _ = recommended("--world", 64, *setting("device_memory=3e9"))
+    fitting = [row for row in rows if row[-1] != "fit"]
+    assert 0 < len(fitting) < len(rows) and next(row for row in rows if row[-1] == "<") in fitting
+    assert "none of them fits" in recommended("--world", 64, *setting("device_memory=1e3"))[2]
+
+
+class Mesh:
+    def __init__(self, device: str, sizes: tuple[int, ...], mesh_dim_names: tuple[str, ...] | None = None) -> None:
+        self.seen: tuple[object, ...] = (sizes, mesh_dim_names, None)
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
+        self.seen = (*self.seen[:2], (names,) if isinstance(names, str) else names)
+        return self
+
+
+@pytest.mark.parametrize(("tp", "memory"), [(1, 141e9), (2, 141e9), (8, 141e9), (1, 1e10)])
+def test_the_line_runs_and_its_mesh_has_all_ranks(recommended: Callable[..., Any], tp: int, memory: float) -> None:
+    """With tensor parallelism the model is dedicated over the other dimensions; blocks are sharded before the root."""
+    rows, _, code = recommended("--world", 64, "--tp", tp, *setting(f"device_memory={memory:.0f}"))
+    [taken] = [row for row in rows if row[-1] == "<"]
+    meshes: list[Mesh] = []
+    sharded: list[object] = []
+    model = SimpleNamespace(blocks=["first", "second"])
+    dmuon = SimpleNamespace(
+        dedicate_params=lambda _, mesh, **options: meshes.append(mesh), CommOptions=dict, Muon=lambda given: given
+    )
+
+    def shard(part: object, mesh: Mesh, **options: object) -> None:
+        sharded.append(part)
+        meshes.append(mesh)
+
+    exec(code, {"init_device_mesh": Mesh, "dmuon": dmuon, "model": model, "fully_shard": shard})
+    sizes, names, data = meshes[0].seen
+    replicate, shards = int(taken[0]), int(taken[2].rstrip(","))
+    expected = [size for size in (replicate, shards) if size > 1] + [tp] * (tp > 1)
+    assert list(sizes) == expected and (tp == 1 or data == names[:-1])  # type: ignore[call-overload, index]
+    assert ("reshard_after_forward=False" in code) == ("kept" in taken)
+    assert sharded in ([], ["first", "second", model]) and bool(sharded) == ("exchanged" in taken)
+    ast.parse(code)

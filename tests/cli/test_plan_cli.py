@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import Any
 import pytest
 from harness.configs import LLAMA_8B, QWEN_MOE, written
 
-from dmuon.planning.cost_cache import CacheKey, CostCache, Timing
-from dmuon.planning.owner_plan import OwnerPlan
+from dmuon import OwnerPlan
 from dmuon.tools.cli.plan import main
 
 CONFIG = LLAMA_8B | {
@@ -86,10 +86,12 @@ def test_grid_memory_and_speed_reach_the_plan(plan: Callable[..., Any], tmp_path
 def test_costs_of_a_cache_are_measured_and_need_a_device_for_a_prediction(
     plan: Callable[..., Any], tmp_path: Path
 ) -> None:
-    key = CacheKey("a device", 0, "", "2.13", "", "float32", "k", "polar_express", 5)
-    timings = {k: Timing(1000 * k, 900 * k, 1100 * k, 9) for k in (1, 2)}
+    key = dict.fromkeys(("driver", "cuda", "torch", "kernels"), "")
+    key |= {"device": "a device", "sm_count": 0, "dtype": "float32", "coefficients": "polar_express", "steps": 5}
+    timings = {k: {"median_ns": 1000 * k, "p10_ns": 900 * k, "p90_ns": 1100 * k, "n": 9} for k in (1, 2)}
     cache = tmp_path / "cache.json"
-    CostCache(key, dict.fromkeys([(512, 512), (128, 512), (512, 1536)], timings)).save(cache)
+    entries = dict.fromkeys(("512x512", "128x512", "512x1536"), timings)
+    cache.write_text(json.dumps({"schema": 2, "key": key, "entries": entries}))
     done = plan("--world", 4, "--costs", cache)
     assert done.status == 0
     assert f"costs: measured on a device, cost cache {cache}" in done.out and "costs     measured" in done.out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
 import time
 import warnings
@@ -12,17 +14,14 @@ import pytest
 import torch
 
 from dmuon.planning import cost_lookup as costs
-from dmuon.planning.cost_cache import CostCache, CostCacheError, Timing, user_cache_path
-from dmuon.planning.cost_lookup import find_costs
-from dmuon.planning.device_key import NsOptions, device_key
 from dmuon.solver import CostTable
 
 CPU = torch.device("cpu")
 COUNTS = {(16, 16): 6, (16, 48): 3, (24, 24): 1}
 
 
-def timing(ns: int) -> Timing:
-    return Timing(ns, ns, ns, 5)
+def timing(ns):
+    return costs.Timing(ns, ns, ns, 5)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +63,7 @@ def forget():
 
 @pytest.fixture
 def key():
-    return device_key(CPU, NsOptions())
+    return costs.device_key(CPU, costs.NsOptions())
 
 
 @pytest.fixture
@@ -73,8 +72,10 @@ def keep(key):
 
     def save(medians, path=None, **changes):
         other = replace(key, **changes)
-        cache = CostCache(other, {s: {k: timing(t) for k, t in batches.items()} for s, batches in medians.items()})
-        path = path or user_cache_path(other)
+        cache = costs.CostCache(
+            other, {s: {k: timing(t) for k, t in batches.items()} for s, batches in medians.items()}
+        )
+        path = path or costs.user_cache_path(other)
         cache.save(path)
         return path
 
@@ -85,7 +86,7 @@ ALL = {shape: {1: 7, 2: 9, 4: 11} for shape in COUNTS}  # every batch that is as
 
 
 def alone(counts=COUNTS, **options):
-    found = find_costs(counts, world=1, rank=0, device=CPU, **options)
+    found = costs.find_costs(counts, world=1, rank=0, device=CPU, **options)
     return found.table, found.source
 
 
@@ -106,7 +107,7 @@ def together(world, counts=COUNTS, **options):
     def run(rank):
         RANK.index = rank
         try:
-            found = find_costs(counts, world=world, rank=rank, device=CPU, share=share, **options)
+            found = costs.find_costs(counts, world=world, rank=rank, device=CPU, share=share, **options)
             return found.table, found.source
         except Exception as error:
             return error
@@ -117,11 +118,11 @@ def together(world, counts=COUNTS, **options):
 
 def test_a_first_call_measures_for_real_and_caches(key):
     table, source = alone(budget_s=60.0)  # no more than needed is taken
-    path = user_cache_path(key)
+    path = costs.user_cache_path(key)
     assert set(table.costs) == set(COUNTS) and table.estimated == ()
     assert source == f"6 measured now on {key.device}, kept in user cache {path}"
     assert alone()[1] == f"user cache {path}"
-    assert CostCache.load(path).table(COUNTS) == table
+    assert costs.CostCache.load(path).table(COUNTS) == table
 
 
 def test_nothing_is_measured_twice(measurements):
@@ -189,21 +190,35 @@ def test_what_ran_out_of_memory_is_not_tried_again_on_any_rank(monkeypatch):
 @pytest.mark.parametrize("content", ["", "{", '{"schema": 9}', "NaN"])
 def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, key, content):
     alone()
-    path = user_cache_path(key)
+    path = costs.user_cache_path(key)
     path.write_text(content)
     forget()
     measurements.clear()
     with pytest.warns(UserWarning, match=f"{path.name}.*measuring anew"):
         alone()
     assert len(measurements) == 6
-    assert set(CostCache.load(path).entries) == set(COUNTS)
+    assert set(costs.CostCache.load(path).entries) == set(COUNTS)
+
+
+@pytest.mark.pitfall("P71", "P72")
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_users_cache_is_named_left_and_done_without(measurements, key):
+    path = costs.user_cache_path(key)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.warns(UserWarning) as told:
+        alone()
+    said = [str(one.message) for one in told]
+    assert said[0].startswith(f"cost cache {path}: not a file; ") and said[0].endswith("measuring anew")
+    assert "cannot be written" in said[1] and "is no regular file" in said[1]
+    assert len(measurements) == 6 and stat.S_ISFIFO(os.lstat(path).st_mode)
 
 
 @pytest.mark.pitfall("P93")
 def test_a_search_that_was_cut_short_is_finished_by_the_next_process(measurements, key):
     measurements.cut_short = {((16, 16), 2), ((24, 24), 1)}
     alone()
-    assert CostCache.load(user_cache_path(key)).entries[24, 24][1].unfinished
+    assert costs.CostCache.load(costs.user_cache_path(key)).entries[24, 24][1].unfinished
     for left in ({((24, 24), 1)}, set()):
         forget()
         measurements.clear()
@@ -219,10 +234,10 @@ def test_a_search_that_was_cut_short_is_finished_by_the_next_process(measurement
 
 @pytest.mark.pitfall("P93")
 def test_what_an_unfinished_search_has_found_stands_until_something_faster_is(measurements, key):
-    found = Timing(5, 5, 5, 9, "gram r2 split by1", unfinished=True)
-    CostCache(key, {(24, 24): {1: found}}).save(user_cache_path(key))
+    found = costs.Timing(5, 5, 5, 9, "gram r2 split by1", unfinished=True)
+    costs.CostCache(key, {(24, 24): {1: found}}).save(costs.user_cache_path(key))
     assert costs.find_costs({(24, 24): 1}, world=1, rank=0, device=CPU).variants == {(24, 24): {1: found.variant}}
-    assert CostCache.load(user_cache_path(key)).entries == {(24, 24): {1: replace(found, unfinished=False)}}
+    assert costs.CostCache.load(costs.user_cache_path(key)).entries == {(24, 24): {1: replace(found, unfinished=False)}}
 
 
 @pytest.mark.pitfall("P93")
@@ -254,10 +269,12 @@ def test_another_torchs_costs_are_used_with_a_warning(measurements, keep):
 def test_what_was_measured_with_another_quack_is_not_carried_over(measurements, key, keep, tmp_path, explicit):
     """Its time is."""
     variant = "gram r2 quack by4"
-    path = tmp_path / "mine.json" if explicit else user_cache_path(replace(key, compilers="triton 3.5.0"))
+    path = tmp_path / "mine.json" if explicit else costs.user_cache_path(replace(key, compilers="triton 3.5.0"))
     for compilers, named in (("triton 3.5.0", {}), (key.compilers, {1: variant})):
         path.unlink(missing_ok=True)
-        CostCache(replace(key, compilers=compilers), {(16, 16): {1: Timing(7, 7, 7, 9, variant)}}).save(path)
+        costs.CostCache(replace(key, compilers=compilers), {(16, 16): {1: costs.Timing(7, 7, 7, 9, variant)}}).save(
+            path
+        )
         forget()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -301,7 +318,7 @@ def test_an_unusable_path_is_the_same_error_on_every_rank(measurements, keep, tm
     keep({(16, 16): {1: 10}}, tmp_path / "alien.json", device="Another device")
     (tmp_path / "bad.json").write_text("{")
     errors = together(world, costs=str(tmp_path / name))
-    assert all(isinstance(e, CostCacheError) and name in str(e) and message in str(e) for e in errors)
+    assert all(isinstance(e, costs.CostCacheError) and name in str(e) and message in str(e) for e in errors)
     assert len(set(map(str, errors))) == 1
     assert measurements == []
 
@@ -312,7 +329,7 @@ def test_ranks_divide_the_work_and_agree(measurements, key):
     assert len({str(r) for r in results if isinstance(r, Exception)}) == 0
     assert all(r[0] == results[0][0] for r in results)
     assert len(measurements) == len(set(measurements)) == 20  # k = 1, 2, 4, 8 of each shape, once
-    assert set(CostCache.load(user_cache_path(key)).entries) == set(counts)
+    assert set(costs.CostCache.load(costs.user_cache_path(key)).entries) == set(counts)
     measurements.clear()
     assert together(3, counts)[0][0] == results[0][0]
     assert measurements == []
@@ -340,7 +357,7 @@ def test_a_failing_measurement_is_the_same_error_on_every_rank(monkeypatch):
 def test_options_have_their_own_costs(measurements):
     alone()
     measurements.clear()
-    alone(options=NsOptions(steps=3))
+    alone(options=costs.NsOptions(steps=3))
     assert len(measurements) == 6
     with pytest.raises(ValueError, match="coefficients="):
-        alone(options=NsOptions("nonsense"))
+        alone(options=costs.NsOptions("nonsense"))

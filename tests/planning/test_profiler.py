@@ -10,17 +10,14 @@ import torch
 
 from dmuon.kernels import Variant
 from dmuon.kernels.arithmetic import SplitArithmetic
-from dmuon.planning import profiler
-from dmuon.planning.cost_cache import CostCacheError, Timing
-from dmuon.planning.device_key import NsOptions, device_key, options_of
-from dmuon.planning.profiler import build_kernels, measure, useful_batch_sizes
+from dmuon.planning import device_key, profiler
 
 CPU = torch.device("cpu")
 
 
 def test_timings_are_isotonic_and_complete():
     work = {(16, 32): (1, 2, 4, 8), (32, 64): (1, 2)}
-    timings = measure(work, device=CPU, budget_s=5)
+    timings = profiler.measure(work, device=CPU, budget_s=5)
     assert {shape: tuple(batches) for shape, batches in timings.items()} == work
     for batches in timings.values():
         medians = [t.median_ns for t in batches.values()]
@@ -31,7 +28,7 @@ def test_timings_are_isotonic_and_complete():
 def test_every_shape_gets_its_first_batch_before_any_gets_its_second():
     seen = []
     work = {(32, 32): (4, 1, 2), (8, 8): (2, 1), (16, 64): (1,)}
-    measure(work, device=CPU, budget_s=5, progress=lambda shape, k: seen.append((shape, k)))
+    profiler.measure(work, device=CPU, budget_s=5, progress=lambda shape, k: seen.append((shape, k)))
     assert seen == [((8, 8), 1), ((16, 64), 1), ((32, 32), 1), ((8, 8), 2), ((32, 32), 2), ((32, 32), 4)]
 
 
@@ -39,12 +36,12 @@ def test_the_budget_is_kept_and_what_does_not_fit_is_left_out():
     seen = []
     started = time.process_time()  # what neighbours on the machine take does not count
     work = {(16, 16): (1,), (8192, 32768): (1,)}
-    timings = measure(work, device=CPU, budget_s=2.0, progress=lambda shape, k: seen.append(shape))
+    timings = profiler.measure(work, device=CPU, budget_s=2.0, progress=lambda shape, k: seen.append(shape))
     assert time.process_time() - started < 5
     assert set(timings) == {(16, 16)}
     assert seen == [(16, 16), (8192, 32768)]
-    assert measure(work, device=CPU, budget_s=0.0) == {}
-    assert measure({}, device=CPU) == {}
+    assert profiler.measure(work, device=CPU, budget_s=0.0) == {}
+    assert profiler.measure({}, device=CPU) == {}
 
 
 @pytest.fixture
@@ -58,7 +55,7 @@ def two_threads():
 def test_threads_and_random_state_are_left_alone(two_threads):
     state = torch.get_rng_state()
     during = []
-    measure({(8, 8): (1,)}, device=CPU, budget_s=1, progress=lambda *_: during.append(torch.get_num_threads()))
+    profiler.measure({(8, 8): (1,)}, device=CPU, budget_s=1, progress=lambda *_: during.append(torch.get_num_threads()))
     assert during == [1]
     assert torch.get_num_threads() == two_threads
     assert torch.equal(torch.get_rng_state(), state)
@@ -74,7 +71,7 @@ def test_a_batch_that_does_not_fit_in_memory_is_left_out(monkeypatch):
 
     monkeypatch.setattr(profiler, "muon_update_", small_memory)
     seen, full = [], []
-    timings = measure(
+    timings = profiler.measure(
         {(8, 8): (1, 2, 4, 8)},
         device=CPU,
         budget_s=2,
@@ -96,7 +93,7 @@ def test_what_is_timed_is_the_update_with_these_options(monkeypatch):
         real(params, grads, momentum, **options)
 
     monkeypatch.setattr(profiler, "muon_update_", record)
-    measure({(8, 16): (2,)}, device=CPU, options=NsOptions("you", 3, torch.bfloat16), budget_s=1)
+    profiler.measure({(8, 16): (2,)}, device=CPU, options=profiler.NsOptions("you", 3, torch.bfloat16), budget_s=1)
     assert set(calls) == {
         (1, (1, 256, 256), "you", 3, torch.bfloat16),
         (2, (2, 8, 16), "you", 3, torch.bfloat16),
@@ -106,16 +103,16 @@ def test_what_is_timed_is_the_update_with_these_options(monkeypatch):
 def test_a_noisy_round_is_measured_again_and_a_calm_one_counts():
     ticks = iter([100, *[100, 200] * 4, 100, *[101] * 8, 102, *[1] * 99])
     timing = profiler._time_batch(lambda: None, lambda f: next(ticks), 1e12)
-    assert timing == Timing(101, 101, 101, 9)
+    assert timing == profiler.Timing(101, 101, 101, 9)
 
 
 def test_the_first_run_which_may_compile_is_never_the_cost():
     ticks = iter([10**9, 100, 120])
     timing = profiler._time_batch(lambda: None, lambda f: next(ticks), 0.0)
-    assert timing == Timing(100, 100, 100, 1), "one run counts even where the share is spent"
+    assert timing == profiler.Timing(100, 100, 100, 1), "one run counts even where the share is spent"
 
 
-def rivals(monkeypatch, times, wrong=(), options=NsOptions()):  # noqa: B008
+def rivals(monkeypatch, times, wrong=(), options=profiler.NsOptions()):  # noqa: B008
     """Lets ``times`` (by back end and form) decide what is fastest; forms in ``wrong`` compute nonsense."""
     clocked = []
 
@@ -147,7 +144,7 @@ def test_the_fastest_variant_is_found_and_small_gains_are_noise(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_variant_that_computes_something_else_is_not_chosen_however_fast(monkeypatch, dtype):
-    find, _ = rivals(monkeypatch, {("torch", "gram"): 10}, wrong=("gram",), options=NsOptions(dtype=dtype))
+    find, _ = rivals(monkeypatch, {("torch", "gram"): 10}, wrong=("gram",), options=profiler.NsOptions(dtype=dtype))
     with pytest.warns(UserWarning, match=r"variant gram r2 torch by85 differs from the standard form by .*; not used"):
         assert find().method == "standard"
 
@@ -159,7 +156,7 @@ def test_variants_that_compute_the_same_agree(dtype):
         if method == "gram" and dtype == torch.bfloat16:
             continue
         for backend in ("torch", "split"):
-            assert profiler._agrees(batch, NsOptions(dtype=dtype), Variant(method, restarts, backend, 1))
+            assert profiler._agrees(batch, profiler.NsOptions(dtype=dtype), Variant(method, restarts, backend, 1))
 
 
 @pytest.mark.pitfall("P61")
@@ -169,7 +166,7 @@ def test_a_variant_whose_singular_values_grow_on_nearly_singular_matrices_does_n
     monkeypatch.setattr(SplitArithmetic, "symmetric", lambda self, a, b, c=None, **rest: real(self, a, b.mT, c, **rest))
     batch = profiler._Batch((128, 192), 2, CPU)
     with pytest.warns(UserWarning, match=r"gives singular values up to 1\.[23]\d, the standard form 1\.1\d; not used"):
-        assert not profiler._agrees(batch, NsOptions(dtype=torch.float16), Variant("gram", (2,), "split", 1))
+        assert not profiler._agrees(batch, profiler.NsOptions(dtype=torch.float16), Variant("gram", (2,), "split", 1))
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no"), torch.OutOfMemoryError("full")])
@@ -184,7 +181,7 @@ def test_a_rival_that_fails_is_left_out(monkeypatch, failure):
     monkeypatch.setattr(profiler, "muon_update_", update)
     full = []
     with pytest.warns(UserWarning, match="variant gram r2 torch by85 failed"):
-        timings = measure({(24, 32): (1,)}, device=CPU, budget_s=3, too_large=lambda *seen: full.append(seen))
+        timings = profiler.measure({(24, 32): (1,)}, device=CPU, budget_s=3, too_large=lambda *seen: full.append(seen))
     assert Variant.parse(timings[24, 32][1].variant).method == "standard" and full == []
 
 
@@ -192,9 +189,9 @@ def test_a_rival_that_fails_is_left_out(monkeypatch, failure):
 def test_a_search_is_cut_short_by_its_share_and_not_by_what_never_fits(monkeypatch):
     batch = profiler._Batch((24, 32), 2, CPU)
     for most_ns, cut_short in ((1e6, True), (1.0, False)):
-        found = profiler._fastest(batch, NsOptions(), lambda f: 1, 10.0, 1.0, most_ns)
+        found = profiler._fastest(batch, profiler.NsOptions(), lambda f: 1, 10.0, 1.0, most_ns)
         assert found.cut_short == cut_short, "a rival takes some twenty runs of the batch"
-    assert not profiler._fastest(batch, NsOptions(), lambda f: 1, 1e12, 1.0, 1e6).cut_short
+    assert not profiler._fastest(batch, profiler.NsOptions(), lambda f: 1, 1e12, 1.0, 1e6).cut_short
 
 
 @pytest.mark.pitfall("P93")
@@ -204,16 +201,16 @@ def test_what_was_cut_short_comes_last_and_the_first_of_it_is_finished(monkeypat
 
     def time_best(shape, k, device, options, clock, share_ns, expected_ns, budget_s, quack):
         seen.append((shape, k, share_ns))
-        return Timing(7, 7, 7, 9, unfinished=True)
+        return profiler.Timing(7, 7, 7, 9, unfinished=True)
 
     monkeypatch.setattr(profiler, "_time_best", time_best)
     monkeypatch.setattr(profiler, "_rate", lambda *_: 1e9)
     unfinished = {((8, 8), 1), ((8, 8), 2)}
-    found = measure({(8, 8): (1, 2)}, device=CPU, budget_s=60.0, unfinished=unfinished)
+    found = profiler.measure({(8, 8): (1, 2)}, device=CPU, budget_s=60.0, unfinished=unfinished)
     assert [t.unfinished for t in found[8, 8].values()] == [False, True]
     assert all(share > 50e9 for _, _, share in seen), "each has all that is left"
     seen.clear()
-    found = measure({(8, 8): (1, 2), (8, 16): (1,)}, device=CPU, budget_s=60.0, unfinished=unfinished)
+    found = profiler.measure({(8, 8): (1, 2), (8, 16): (1,)}, device=CPU, budget_s=60.0, unfinished=unfinished)
     assert [item[:2] for item in seen] == [((8, 16), 1), ((8, 8), 1), ((8, 8), 2)]
     assert all(t.unfinished for t in found[8, 8].values()), "neither came first"
 
@@ -240,10 +237,10 @@ def test_whatever_may_be_tried_is_built_before_the_budget_counts(monkeypatch):
             waited.append(self.device)
 
     monkeypatch.setattr(profiler, "muon_update_", update)
-    build_kernels({(24, 32): (2,)}, device=CPU)
+    profiler.build_kernels({(24, 32): (2,)}, device=CPU)
     assert run == []
     monkeypatch.setattr(profiler, "streams_of", lambda device: Device)
-    build_kernels({(24, 32): (2,)}, device=CPU)
+    profiler.build_kernels({(24, 32): (2,)}, device=CPU)
     assert set(run) == {
         f"{form} by85" for form in ("standard torch", "standard split", "gram r2 torch", "gram r2 split")
     }
@@ -251,27 +248,27 @@ def test_whatever_may_be_tried_is_built_before_the_budget_counts(monkeypatch):
 
 
 RUNS = [
-    NsOptions(),
-    NsOptions(steps=4),
-    NsOptions("classic"),
-    NsOptions((3.0, -4.0, 2.0)),
-    NsOptions((3.0, -4.0, 2.0), 3, torch.float16),
-    NsOptions("you", 4, torch.bfloat16),
-    NsOptions(dtype=torch.float16),
-    NsOptions(dtype="mixed"),
+    profiler.NsOptions(),
+    profiler.NsOptions(steps=4),
+    profiler.NsOptions("classic"),
+    profiler.NsOptions((3.0, -4.0, 2.0)),
+    profiler.NsOptions((3.0, -4.0, 2.0), 3, torch.float16),
+    profiler.NsOptions("you", 4, torch.bfloat16),
+    profiler.NsOptions(dtype=torch.float16),
+    profiler.NsOptions(dtype="mixed"),
 ]
 
 
 @pytest.mark.pitfall("P10")
 def test_each_option_is_part_of_the_key_and_read_from_it():
-    keys = [device_key(CPU, options) for options in RUNS]
+    keys = [device_key.device_key(CPU, options) for options in RUNS]
     assert len(set(keys)) == len(keys)
     for options, key in zip(RUNS, keys, strict=True):
-        again = options_of(key, "x")
-        assert device_key(CPU, again) == key
+        again = device_key.options_of(key, "x")
+        assert device_key.device_key(CPU, again) == key
         assert again.dtype == (options.dtype or torch.float32)
         assert key.sm_count == 0 and key.device and key.torch == torch.__version__ and len(key.kernels) == 16
-    assert keys[0].dtype == "float32" and keys[0] == device_key(CPU, NsOptions(dtype=torch.float32))
+    assert keys[0].dtype == "float32" and keys[0] == device_key.device_key(CPU, profiler.NsOptions(dtype=torch.float32))
 
 
 @pytest.mark.pitfall("P50")
@@ -287,8 +284,8 @@ def test_each_option_is_part_of_the_key_and_read_from_it():
     ],
 )
 def test_a_key_of_no_run_is_refused_by_field(changes, message):
-    with pytest.raises(CostCacheError, match=message):
-        options_of(replace(device_key(CPU, NsOptions()), **changes), "x")
+    with pytest.raises(device_key.CostCacheError, match=message):
+        device_key.options_of(replace(device_key.device_key(CPU, profiler.NsOptions()), **changes), "x")
 
 
 @pytest.mark.parametrize(
@@ -302,4 +299,4 @@ def test_a_key_of_no_run_is_refused_by_field(changes, message):
     ],
 )
 def test_batch_sizes_are_powers_of_two_that_the_device_runs_at_once(shape, most, device, sizes):
-    assert useful_batch_sizes(shape, most, torch.device(device)) == sizes
+    assert profiler.useful_batch_sizes(shape, most, torch.device(device)) == sizes

@@ -1,0 +1,203 @@
+"""Cost cache files, as ``dmuon-profile`` reads and writes them: what is refused, and that writers never harm others."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dmuon.tools.cli.profile import main
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = {
+    "device": "Device X", "sm_count": 132, "driver": "550.1", "torch": "2.13.0", "cuda": "12.8", "dtype": "float16",
+    "kernels": "abc123", "coefficients": "polar_express", "steps": 5, "compilers": "triton 3.6.0",
+}  # fmt: skip
+T = "entries/64x256/1"
+
+
+def timing(ns: int, low: int | None = None, high: int | None = None, n: int = 9, variant: str = "") -> dict[str, Any]:
+    ordered = {"median_ns": ns, "p10_ns": low or ns, "p90_ns": high or ns}
+    return {**ordered, "n": n, "variant": variant, "unfinished": False}
+
+
+ENTRIES = {
+    "512x512": {"1": timing(900, 800, 950, 7)},
+    "64x256": {"1": timing(100, 99, 103, 9, "gram r2 torch by4"), "2": timing(150, 150, 151)},
+}
+
+
+def document(entries: object = ENTRIES, **key: object) -> dict[str, Any]:
+    return {"schema": 2, "key": KEY | key, "entries": entries}
+
+
+def write(path: Path, content: object) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return path
+
+
+@pytest.fixture
+def merged(tmp_path: Path, ended: Callable[..., Any]) -> Callable[..., Any]:
+    """How a merge of files with these contents ended, and what it wrote; None where it was refused."""
+
+    def merge(*contents: object, into: str = "out.json") -> tuple[Any, Any]:
+        paths = [write(tmp_path / f"given{i}.json", content) for i, content in enumerate(contents)]
+        out = tmp_path / into
+        done = ended(main, "--merge", *paths, "--out", out)
+        assert done.status in (0, 2)
+        return done, json.loads(out.read_bytes()) if done.status == 0 else None
+
+    return merge
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for m, n in draw(st.sets(st.tuples(*[st.integers(1, 1 << 13)] * 2), max_size=4)):
+        for k in draw(st.sets(st.integers(1, 64), min_size=1, max_size=3)):
+            low, middle, high = sorted(draw(st.lists(st.integers(1, 10**12), min_size=3, max_size=3)))
+            named = timing(middle, low, high, draw(st.integers(1, 10**9)))
+            found.setdefault(f"{min(m, n)}x{max(m, n)}", {})[str(k)] = named
+    return found
+
+
+texts = [name for name, value in KEY.items() if isinstance(value, str)]
+in_one_folder = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@in_one_folder
+@given(entries(), st.fixed_dictionaries({name: st.text() for name in texts}), st.integers(1, 20))
+def test_what_is_read_is_written(
+    merged: Callable[..., Any], tmp_path: Path, some: dict[str, Any], key: dict[str, str], steps: int
+) -> None:
+    (tmp_path / "out.json").unlink(missing_ok=True)
+    given = document(some, **key, steps=steps)
+    _, found = merged(given)
+    assert found == given
+
+
+@pytest.mark.pitfall("P50")
+@in_one_folder
+@given(st.data())
+def test_corrupted_bytes_are_refused_by_name_or_still_valid(merged: Callable[..., Any], data: st.DataObject) -> None:
+    good = bytearray(json.dumps(document()).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del good[data.draw(st.integers(0, len(good))) :]
+    done, found = merged(bytes(good), into=f"out{data.draw(st.integers(0, 2**60))}.json")
+    if found is None:
+        assert "given0.json" in done.err and "dmuon-profile" in done.err
+    else:  # a digit or a letter changed into another: still a consistent cache
+        again, same = merged(found, into=f"again{data.draw(st.integers(0, 2**60))}.json")
+        assert again.status == 0 and same == found
+
+
+def broken(path: str, value: object) -> bytes:
+    changed = json.loads(json.dumps(document()))
+    *parents, last = path.split("/")
+    node = changed
+    for parent in parents:
+        node = node[parent]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return json.dumps(changed).encode()
+
+
+@pytest.mark.pitfall("P50")
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (broken(f"{T}/variant", "fast"), "field 'entries.64x256.1': 'fast' is no"),
+        (broken("schema", 99), "field 'schema' is 99, this version reads 2"),
+        (broken("schema", ...), "field 'schema' is None"),
+        (broken("extra", 1), "field 'extra' is unknown"),
+        (broken("key/device", ...), "field 'key': field 'device' is missing"),
+        (broken("key/sm_count", -1), "field 'key': sm_count is -1"),
+        (broken("key/compilers", 3), "field 'key.compilers' is 3, not a string"),
+        (broken("entries/64x256", []), "field 'entries.64x256' is no object"),
+        (broken("entries/256x64", {}), "shape '256x64' must be small side x large side"),
+        (broken("entries/0x64", {}), "field 'entries': '0x64' is not like '1024x4096'"),
+        (broken("entries/64x256/0", {}), "field 'entries.64x256': '0' is not like a positive integer"),
+        (broken(T, 5), "field 'entries.64x256.1' is no object"),
+        (broken(f"{T}/median_ns", -100), "field 'entries.64x256.1': median_ns -100"),
+        (broken(f"{T}/median_ns", 0), "median_ns 0, "),
+        (broken(f"{T}/median_ns", float("nan")), "median_ns' is nan, not an integer"),
+        (broken(f"{T}/median_ns", 98), "p10 99, median 98, p90 103 not in order"),
+        (broken(f"{T}/unfinished", 1), "unfinished' is 1, not true or false"),
+        (b'{"schema": 1, "schema": 1}', "field 'schema' appears twice"),
+        (b"[" * 100_000, "corrupt or truncated JSON"),
+    ],
+)
+def test_an_invalid_file_is_refused_naming_file_field_and_remedy(
+    merged: Callable[..., Any], tmp_path: Path, data: bytes, message: str
+) -> None:
+    done, found = merged(data)
+    assert found is None and message in done.err
+    assert str(tmp_path / "given0.json") in done.err and "dmuon-profile" in done.err
+
+
+@pytest.mark.parametrize("path", ["key/compilers", f"{T}/unfinished", f"{T}/variant"])
+def test_what_files_of_earlier_versions_lack_is_empty(merged: Callable[..., Any], path: str) -> None:
+    _, found = merged(broken(path, ...))
+    for part in path.split("/"):
+        found = found[part]
+    assert found in ("", False)
+
+
+@pytest.mark.pitfall("P50")
+def test_writing_over_anything_else_is_refused_and_leaves_it(merged: Callable[..., Any], tmp_path: Path) -> None:
+    for content in (b"precious", json.dumps(document(device="Device Y")).encode()):
+        path = write(tmp_path / "out.json", content)
+        done, found = merged(document())
+        assert found is None and "out.json" in done.err and path.read_bytes() == content
+
+
+def merge_many(folder: Path, writer: int, rounds: int) -> None:
+    for i in range(rounds):
+        given = write(folder / f"{writer}.json", document({f"{writer + 1}x{64 + i}": {"1": timing(i + 1)}}))
+        assert main(["--merge", str(given), "--out", str(folder / "costs" / "all.json")]) == 0
+
+
+@pytest.mark.pitfall("P50")
+def test_concurrent_writers_and_readers_never_see_half_a_file(tmp_path: Path) -> None:
+    writers, rounds, folder = 3, 12, tmp_path / "costs"
+    folder.mkdir()
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=merge_many, args=(tmp_path, w, rounds)) for w in range(writers)]
+    for process in processes:
+        process.start()
+    reads = 0
+    while any(process.is_alive() for process in processes):
+        if (folder / "all.json").exists():
+            json.loads((folder / "all.json").read_bytes())
+            reads += 1
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert reads > 0 and [p.name for p in folder.iterdir()] == ["all.json"]
+    written = {f"{w + 1}x{64 + i}" for w in range(writers) for i in range(rounds)}
+    assert set() < set(json.loads((folder / "all.json").read_bytes())["entries"]) <= written
+
+
+def test_the_users_cache_follows_the_xdg_convention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., Any]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for home, folder in ((str(tmp_path / "xdg"), tmp_path / "xdg"), ("relative", tmp_path / "home" / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", home)
+        assert f"in {folder / 'dmuon'};" in ended(main, "--show", "--device", "cpu").err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "profiles").glob("*.json")), ids=lambda path: path.name)
+def test_shipped_profiles_are_valid(path: Path, ended: Callable[..., Any]) -> None:
+    done = ended(main, "--show", path)
+    assert done.status == 0 and len(done.out.splitlines()) > 3

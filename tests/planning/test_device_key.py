@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +10,6 @@ import pytest
 import torch
 
 from dmuon.planning import device_key as device_keys
-from dmuon.planning.cost_cache import CostCache, shipped_profiles
-from dmuon.planning.device_key import NsOptions, code_digest, device_key, options_of
 
 RULE = '''"""How fast it goes."""
 
@@ -40,7 +39,7 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 
 
 def digest(rule: str = RULE, limits: str = LIMITS) -> str:
-    return code_digest([rule, limits])
+    return device_keys.code_digest([rule, limits])
 
 
 def changed(old: str, new: str) -> str:
@@ -69,7 +68,7 @@ def test_words_layout_and_names_of_files_leave_the_digest(rule: str) -> None:
 
 @pytest.mark.pitfall("P81")
 def test_the_order_of_files_leaves_the_digest() -> None:
-    assert code_digest([LIMITS, RULE]) == code_digest([RULE, LIMITS])
+    assert device_keys.code_digest([LIMITS, RULE]) == device_keys.code_digest([RULE, LIMITS])
 
 
 @pytest.mark.pitfall("P81")
@@ -93,8 +92,8 @@ def test_what_is_computed_changes_the_digest(rule: str) -> None:
 def test_the_key_holds_the_digest_of_the_kernels() -> None:
     sources = [path.read_text(encoding="utf-8") for path in KERNELS.glob("*.py")]
     assert len(sources) > 10
-    key = device_key(torch.device("cpu"), options_of(profiles()[0][1].key, ""))
-    assert key.kernels == code_digest(sources)
+    key = device_keys.device_key(torch.device("cpu"), device_keys.options_of(profiles()[0][1], ""))
+    assert key.kernels == device_keys.code_digest(sources)
 
 
 def test_the_key_of_a_gpu_names_what_makes_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,23 +110,24 @@ def test_the_key_of_a_gpu_names_what_makes_its_kernels(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     device_keys._compilers.cache_clear()
     try:
-        options = NsOptions(dtype=torch.float16)
-        assert device_key(torch.device("cuda", 0), options).compilers == "triton 3.6.0, quack-kernels 0.6.5"
-        assert device_key(torch.device("cpu"), options).compilers == ""
+        options = device_keys.NsOptions(dtype=torch.float16)
+        assert device_keys.device_key(torch.device("cuda", 0), options).compilers == "triton 3.6.0, quack-kernels 0.6.5"
+        assert device_keys.device_key(torch.device("cpu"), options).compilers == ""
         versions.clear()
         device_keys._compilers.cache_clear()
-        assert device_key(torch.device("cuda", 0), options).compilers == ""
+        assert device_keys.device_key(torch.device("cuda", 0), options).compilers == ""
     finally:
         device_keys._compilers.cache_clear()
 
 
-def profiles() -> list[tuple[str, CostCache]]:
-    return [(name, CostCache.parse(data, name)) for name, data in shipped_profiles()]
+def profiles() -> list[tuple[str, device_keys.CacheKey]]:
+    files = sorted((KERNELS.parent / "profiles").glob("*.json"))
+    return [(path.name, device_keys.CacheKey(**json.loads(path.read_bytes())["key"])) for path in files]
 
 
 @pytest.mark.pitfall("P81")
-@pytest.mark.parametrize(("name", "profile"), profiles())
-def test_a_shipped_profile_was_measured_with_todays_kernels(name: str, profile: CostCache) -> None:
-    key = device_key(torch.device("cpu"), options_of(profile.key, name))
+@pytest.mark.parametrize(("name", "recorded"), profiles())
+def test_a_shipped_profile_was_measured_with_todays_kernels(name: str, recorded: device_keys.CacheKey) -> None:
+    key = device_keys.device_key(torch.device("cpu"), device_keys.options_of(recorded, name))
     for field in ("kernels", "dtype", "coefficients", "steps"):
-        assert getattr(profile.key, field) == getattr(key, field), f"{name}: measure anew with dmuon-profile"
+        assert getattr(recorded, field) == getattr(key, field), f"{name}: measure anew with dmuon-profile"

@@ -15,10 +15,7 @@ import pytest
 import torch
 from harness.limits import PROGRAM_SECONDS
 
-from dmuon.tools.check import device
-from dmuon.tools.check.device import Machine, cuda_fault, describe
-from dmuon.tools.check.report import Board, Line, Stopped
-from dmuon.tools.check.training import TOPOLOGIES, Layout, layout_of
+from dmuon.tools.check import device, report, training
 from dmuon.tools.cli.check import launch, main
 
 CHECKS = ["parity", "clip", "same bits", "ownership", "collectives", "checkpoint"]
@@ -179,7 +176,7 @@ def test_a_first_run_has_a_rank_for_each_of_up_to_eight_gpus() -> None:
 
 # -- what forbids a run -------------------------------------------------------------------------------------------
 
-GPU = Machine("2.13", "0.1", "NCCL 2.30", "H100", "a")
+GPU = device.Machine("2.13", "0.1", "NCCL 2.30", "H100", "a")
 
 
 class TwoRanks:
@@ -190,15 +187,15 @@ class TwoRanks:
     class timeout:
         total_seconds = staticmethod(lambda: 10.0)
 
-    def __init__(self, error: str | None = None, lines: list[Line] | None = None) -> None:
+    def __init__(self, error: str | None = None, lines: list[report.Line] | None = None) -> None:
         self._other = (error, False, lines or [])
 
     def gather(self, item: Any) -> list[Any]:
         return [item, self._other]
 
 
-def board_of(error: str | None = None, *lines: Line) -> Board:
-    return Board(TwoRanks(error, [*lines]))  # type: ignore[arg-type]
+def board_of(error: str | None = None, *lines: report.Line) -> report.Board:
+    return report.Board(TwoRanks(error, [*lines]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +210,7 @@ def board_of(error: str | None = None, *lines: Line) -> Board:
 )
 def test_what_forbids_the_run_is_named_with_its_remedy(other: dict[str, str], status: str, text: str) -> None:
     board = board_of()
-    assert describe(board, [GPU, replace(GPU, **other)]) == 1  # type: ignore[arg-type]
+    assert device.describe(board, [GPU, replace(GPU, **other)]) == 1  # type: ignore[arg-type]
     line = board.lines[-1]
     assert line.status == status and text in line.text
     assert board.failed == (status == "fail")
@@ -224,7 +221,7 @@ def test_why_cuda_does_not_start_is_named(ended: Callable[..., Any], monkeypatch
         raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 10010)")
 
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is built without CUDA; install" in str(cuda_fault())
+    assert "is built without CUDA; install" in str(device.cuda_fault())
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", fail)
     done = ended(main, "--first-run")
@@ -243,14 +240,14 @@ def test_why_cuda_does_not_start_is_named(ended: Callable[..., Any], monkeypatch
     ],
 )
 def test_the_worst_rank_decides(here: float, there: float, text: str) -> None:
-    board = board_of(None, Line("x", "there", there, 1, "error"))
-    board.judge("x", "1d 2", lambda: [Line("x", "here", here, 1, "error")])
+    board = board_of(None, report.Line("x", "there", there, 1, "error"))
+    board.judge("x", "1d 2", lambda: [report.Line("x", "here", here, 1, "error")])
     [line] = board.lines
     assert line.text == text and line.status == ("pass" if there < 1 else "fail")
 
 
 def test_the_same_error_on_all_ranks_fails_one_line_and_goes_on() -> None:
-    def fail() -> list[Line]:
+    def fail() -> list[report.Line]:
         raise ValueError("rank 0 cannot")
 
     board = board_of("ValueError: rank 1 cannot")
@@ -260,17 +257,17 @@ def test_the_same_error_on_all_ranks_fails_one_line_and_goes_on() -> None:
 
 def test_an_error_on_some_ranks_only_stops() -> None:
     board = board_of("ValueError: there")
-    with pytest.raises(Stopped):
+    with pytest.raises(report.Stopped):
         board.judge("x", "1d 2", list)
     assert board.lines[0].text == "on 1 ranks, first rank 1: ValueError: there"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 64])
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", training.TOPOLOGIES)
 def test_layouts_use_every_rank(name: str, world: int) -> None:
     for hosts in (1, 2, 4):
-        layout = layout_of(name, world, hosts)
-        if isinstance(layout, Layout):
+        layout = training.layout_of(name, world, hosts)
+        if isinstance(layout, training.Layout):
             assert math.prod(extent for _, extent in layout.dims) == world
         else:
             assert layout.startswith("needs ")

@@ -24,18 +24,18 @@ from torch.distributed.tensor import DTensor
 import dmuon
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor
+from dmuon.report import matrices
 from dmuon.report.accounting import expected_exchange, expected_memory, expected_traffic
-from dmuon.report.matrices import MatrixRow, matrix_rows, rank_sums
 from dmuon.solver import CostTable
 
 TABLE = CostTable({(13, 13): {1: 1_000, 2: 1_500, 4: 2_200}, (13, 29): {1: 3_000, 2: 5_000}})
 
 
-def rows_of(model: nn.Module, optimizer: dmuon.Muon | None) -> list[MatrixRow]:
-    return matrix_rows(model, optimizer, dedications(model))
+def rows_of(model: nn.Module, optimizer: dmuon.Muon | None) -> list[matrices.MatrixRow]:
+    return matrices.matrix_rows(model, optimizer, dedications(model))
 
 
-def check_calls(rows: list[MatrixRow], optimizer: dmuon.Muon, rank: int) -> None:
+def check_calls(rows: list[matrices.MatrixRow], optimizer: dmuon.Muon, rank: int) -> None:
     """Rows of this rank make up exactly the calls of the last step, which ran as they say."""
     own = [row for row in rows if row.owner == rank]
     sizes = Counter(row.call for row in own)
@@ -74,7 +74,7 @@ def tell(rank: int, world: int, layout: str) -> list[tuple[str, int | None, floa
     rows = rows_of(laid.model, optimizer)
     assert rows == before, "a step changes nothing of it"
     check_calls(rows, optimizer, rank)
-    sums = rank_sums(rows)
+    sums = matrices.rank_sums(rows)
     plans = [dedicated[0].plan] if dedicated else list(optimizer._exchange.layouts.plans.values())
     for plan in plans:
         loads = [sums[r].predicted_ns or 0 for r in range(world)]
@@ -122,7 +122,7 @@ def test_each_part_of_a_fused_tensor_has_a_row_of_its_own(rank: int, world: int,
     owned = sum(row.owner == rank for row in rows)
     assert over_ranks(owned) == len(rows)
     assert {row.predicted_ns is not None for row in rows if "weight0" in row.tensor} == {True}
-    held = rank_sums(rows)
+    held = matrices.rank_sums(rows)
     muon = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
     here = sum(local_tensor(p).nbytes + local_tensor(optimizer.state[p]["momentum_buffer"]).nbytes for p in muon)
     assert held[rank].held == here and over_ranks(here) == sum(one.held for one in held.values())
@@ -185,8 +185,8 @@ def test_what_one_process_has_alone_has_calls_and_no_prediction() -> None:
     train(model, optimizer, range(1))
     rows = rows_of(model, optimizer)
     check_calls(rows, optimizer, 0)
-    assert rank_sums(rows)[0].predicted_ns is None
-    assert rank_sums(rows)[0].held == sum(8 * row.numel for row in rows)
+    assert matrices.rank_sums(rows)[0].predicted_ns is None
+    assert matrices.rank_sums(rows)[0].held == sum(8 * row.numel for row in rows)
     assert "not predicted" in dmuon.explain(model, optimizer)
 
 

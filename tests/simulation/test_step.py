@@ -9,22 +9,20 @@ from typing import Any
 import pytest
 
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions
-from dmuon.tools.simulation.hardware import Collective, Link, Network, Ring, Topology, Travel
-from dmuon.tools.simulation.scenario import Block, Machine, Scenario, Workload, plan_owners
-from dmuon.tools.simulation.step import Message, Program, messages, newton_schulz_s, step_s
+from dmuon.tools.simulation import hardware, scenario, step
 
 SECOND = 10**9
 
 
-class Fixed(Network):
+class Fixed(hardware.Network):
     """Every collective of a kind takes as long as the next."""
 
-    def __init__(self, figures: dict[Collective, float]) -> None:
-        super().__init__(Link(0.0, 1.0), Link(0.0, 1.0))
+    def __init__(self, figures: dict[hardware.Collective, float]) -> None:
+        super().__init__(hardware.Link(0.0, 1.0), hardware.Link(0.0, 1.0))
         object.__setattr__(self, "figures", figures)
 
-    def travel(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
-        return Travel(0.0, calls * self.figures[kind] if ring.size > 1 and nbytes else 0.0)
+    def travel(self, kind: hardware.Collective, ring: hardware.Ring, nbytes: float, calls: int = 1) -> hardware.Travel:
+        return hardware.Travel(0.0, calls * self.figures[kind] if ring.size > 1 and nbytes else 0.0)
 
 
 SLOW = Fixed(
@@ -46,15 +44,15 @@ def owned_by(*owners: int, world: int) -> Plan:
     )
 
 
-def case(*owners: int, world: int = 2, network: Fixed = SLOW, **grid: int) -> Scenario:
+def case(*owners: int, world: int = 2, network: Fixed = SLOW, **grid: int) -> scenario.Scenario:
     """Blocks of 10 s forward and 20 s backward, one matrix each; copies and AdamW take no time."""
-    blocks = tuple(Block(f"b{i}", 10.0, 20.0, 16, 0) for i in range(len(owners)))
-    return Scenario(
-        Workload(blocks, Block("ends", 0.0, 0.0, 0, 0), 1),
+    blocks = tuple(scenario.Block(f"b{i}", 10.0, 20.0, 16, 0) for i in range(len(owners)))
+    return scenario.Scenario(
+        scenario.Workload(blocks, scenario.Block("ends", 0.0, 0.0, 0, 0), 1),
         owned_by(*owners, world=world),
         CostTable({(4, 4): {1: 7 * SECOND}}),
-        Machine(1.0, math.inf, math.inf, network),
-        Topology(world, **grid),
+        scenario.Machine(1.0, math.inf, math.inf, network),
+        hardware.Topology(world, **grid),
     )
 
 
@@ -105,21 +103,21 @@ REDUCING = Fixed(SLOW.figures | {"broadcast": 0.0, "reduce": 50.0, "all_reduce":
         ("adamw", case(0, 0, 1, network=FREE), 90),
     ],
 )
-def test_steps_by_hand(name: Program, scenario: Scenario, seconds: float) -> None:
-    assert step_s(name, scenario) == pytest.approx(seconds)
+def test_steps_by_hand(name: step.Program, scenario: scenario.Scenario, seconds: float) -> None:
+    assert step.step_s(name, scenario) == pytest.approx(seconds)
 
 
 def test_merged_blocks_communicate_as_one() -> None:
     # Of two owners in one launch: twice 3 and twice 5. Nothing hides the fill and the refill.
-    assert step_s("dedicated", TWO.merged(2)) == pytest.approx(2 * 3 + 20 + 40 + 2 * 3 + 2 * 5 + 7)
-    assert step_s("dedicated", TWO.merged(1)) == step_s("dedicated", TWO)
+    assert step.step_s("dedicated", TWO.merged(2)) == pytest.approx(2 * 3 + 20 + 40 + 2 * 3 + 2 * 5 + 7)
+    assert step.step_s("dedicated", TWO.merged(1)) == step.step_s("dedicated", TWO)
 
 
 def test_the_table_of_messages_by_hand() -> None:
     """Two blocks of a matrix of 16 elements, on ranks 0 and 3 of two replicas of two shards."""
-    found = messages("dedicated", case(0, 3, world=4, replicate=2))
+    found = step.messages("dedicated", case(0, 3, world=4, replicate=2))
     assert found == [
-        Message(purpose, i, group, kind, 16.0 * itemsize)
+        step.Message(purpose, i, group, kind, 16.0 * itemsize)
         for i in (0, 1)
         for purpose, group, kind, itemsize in (
             ("fill", "shard", "broadcast", 2),
@@ -128,24 +126,24 @@ def test_the_table_of_messages_by_hand() -> None:
             ("publish", "replicate", "broadcast", 2),
         )
     ]
-    exchanged = [message for message in messages("exchanged", TWO) if message.block is None]
+    exchanged = [message for message in step.messages("exchanged", TWO) if message.block is None]
     assert exchanged == [
-        Message("parts", None, "replica", "all_to_all", 16.0 * 4),
-        Message("updates", None, "replica", "all_to_all", 16.0 * 4),
-        Message("norms", None, "replica", "all_reduce", 2 * 8),
+        step.Message("parts", None, "replica", "all_to_all", 16.0 * 4),
+        step.Message("updates", None, "replica", "all_to_all", 16.0 * 4),
+        step.Message("norms", None, "replica", "all_reduce", 2 * 8),
     ]
 
 
-def experts(world: int, ep: int, **grid: int) -> Scenario:
+def experts(world: int, ep: int, **grid: int) -> scenario.Scenario:
     """One block: a 4 × 4 matrix and eight experts in one tensor, which ranks divide; tokens take 2 s each way."""
     names = ["b0.w", *(f"b0.mlp.experts.up[{i}]" for i in range(8))]
     matrices = tuple(Matrix(name, 4, 4, "b0") for name in sorted(names))
     costs = CostTable({(4, 4): {1: 7 * SECOND}})
-    topology = Topology(world, ep=ep, **grid)
-    owners = plan_owners(matrices, [Rank(i) for i in range(world)], costs, SolveOptions(), topology)
-    block = Block("b0", 10.0, 20.0, 9 * 16, 0, 8 * 16, 64.0)
-    workload = Workload((block,), Block("ends", 0.0, 0.0, 0, 0), 1)
-    return Scenario(workload, owners, costs, Machine(1.0, math.inf, math.inf, SLOW), topology)
+    topology = hardware.Topology(world, ep=ep, **grid)
+    owners = scenario.plan_owners(matrices, [Rank(i) for i in range(world)], costs, SolveOptions(), topology)
+    block = scenario.Block("b0", 10.0, 20.0, 9 * 16, 0, 8 * 16, 64.0)
+    workload = scenario.Workload((block,), scenario.Block("ends", 0.0, 0.0, 0, 0), 1)
+    return scenario.Scenario(workload, owners, costs, scenario.Machine(1.0, math.inf, math.inf, SLOW), topology)
 
 
 @pytest.mark.parametrize(
@@ -162,22 +160,25 @@ def experts(world: int, ep: int, **grid: int) -> Scenario:
         ("adamw", 2, 2 * 4 + (4 + 10) + 2 * 4 + (4 + 20) + 2 * 6),
     ],
 )
-def test_experts_by_hand(name: Program, ep: int, seconds: float) -> None:
+def test_experts_by_hand(name: step.Program, ep: int, seconds: float) -> None:
     scenario = experts(4, ep)
-    assert step_s(name, scenario) == pytest.approx(seconds)
-    assert newton_schulz_s("gather", scenario) == 7 + 56 / ep
+    assert step.step_s(name, scenario) == pytest.approx(seconds)
+    assert step.newton_schulz_s("gather", scenario) == 7 + 56 / ep
 
 
 def test_experts_that_a_rank_has_whole_are_not_exchanged() -> None:
-    assert {m.group for m in messages("exchanged", experts(4, 4)) if m.block is None} == {"replica"}
-    assert {m.group for m in messages("exchanged", experts(4, 2)) if m.block is None} == {"replica", "expert shard"}
+    assert {m.group for m in step.messages("exchanged", experts(4, 4)) if m.block is None} == {"replica"}
+    assert {m.group for m in step.messages("exchanged", experts(4, 2)) if m.block is None} == {
+        "replica",
+        "expert shard",
+    }
 
 
 def test_contention_is_of_owners_alone() -> None:
     slowed = replace(TWO, machine=replace(TWO.machine, contention=0.1))
-    assert step_s("adamw", slowed) == step_s("adamw", TWO)
+    assert step.step_s("adamw", slowed) == step.step_s("adamw", TWO)
     # Beside 3 s of b1's fill, 3 of b0's refill and 5 of b1's reduction behind that.
-    assert step_s("dedicated", slowed) == pytest.approx(step_s("dedicated", TWO) + 0.1 * (3 + 3 + 5))
+    assert step.step_s("dedicated", slowed) == pytest.approx(step.step_s("dedicated", TWO) + 0.1 * (3 + 3 + 5))
 
 
 def test_what_does_not_belong_together_is_named() -> None:
@@ -185,6 +186,6 @@ def test_what_does_not_belong_together_is_named() -> None:
         with pytest.raises(ValueError, match=message):
             replace(TWO, **changes)
 
-    fails("plan is for 2 ranks, topology for 16", topology=Topology(16))
+    fails("plan is for 2 ranks, topology for 16", topology=hardware.Topology(16))
     fails("block 'b0' has 0 matrix elements", workload=replace(TWO.workload, blocks=TWO.workload.blocks[1:]))
     fails("no cost for shape", costs=CostTable.from_flops([(8, 8)]))

@@ -27,7 +27,6 @@ Pattern = tuple[int, tuple[int, ...]]  # kind of rank, matrices of each class
 
 _CELLS = 8192  # the capacity in the knapsack's units
 _ROUNDS = 60
-_LAGRANGE_ROUNDS = 24
 _DIGITS = 5  # of prices: solvers agree on about eight, and ties must not depend on the rest
 _TOLERANCE = 1e-7
 _USE = 1e-3  # cost of using all ranks, where leaving all matrices uncovered costs 1: covering comes first
@@ -236,9 +235,6 @@ class _Knapsack:
 
     def __init__(self, problem: Problem, kind: int, capacity: int, members: Ints, *, strict: bool) -> None:
         self.most = np.minimum(problem.most(capacity)[:, kind], members).tolist()
-        self.limits = [
-            (w.astype(np.float64), float(r[kind])) for w, r in zip(problem.weights, problem.room, strict=True)
-        ]
         self.items: list[tuple[Ints, Ints]] = []  # per class: weights, counts
         for s, most in enumerate(self.most):
             cells = problem.costs[s][kind, 1 : most + 1] * _CELLS
@@ -250,30 +246,8 @@ class _Knapsack:
     def best(self, prices: Floats) -> tuple[float, Ints]:
         """An upper bound on the value of any pattern, and a pattern that nearly reaches it.
 
-        A limit that the best pattern breaks is relaxed: bytes are priced too (Lagrange), at the price that bounds best.
+        Limits on memory are left out: the bound holds all the same, and a pattern that breaks one serves no assignment.
         """
-        value, row = self._solve(prices)
-        for weights, room in self.limits:
-            if weights @ row > room:
-                return self._within(prices, value, weights, room)
-        return value, row
-
-    def _within(self, prices: Floats, bound: float, weights: Floats, room: float) -> tuple[float, Ints]:
-        best = np.zeros(len(prices), dtype=np.int64)
-        low, high = 0.0, float((prices / weights).max())
-        for _ in range(_LAGRANGE_ROUNDS):
-            per_byte = (low + high) / 2
-            value, row = self._solve(prices - per_byte * weights)
-            bound = min(bound, value + per_byte * room)
-            if weights @ row > room:
-                low = per_byte
-                continue
-            high = per_byte
-            if prices @ row > prices @ best and all(w @ row <= r for w, r in self.limits):
-                best = row
-        return bound, best
-
-    def _solve(self, prices: Floats) -> tuple[float, Ints]:
         worth = np.zeros(_CELLS + 1)
         taken: list[tuple[int, NDArray[np.int32]]] = []
         for s, (weights, counts) in enumerate(self.items):

@@ -49,9 +49,9 @@ def region_messages(
         yield Message(purpose, group, None, None, times * sum(sizes.values()) * itemsize, times)
         return
     for position, size in sizes.items():
-        owner, nbytes = Position(position), times * size * itemsize
-        ends = (None, owner) if purpose == "reduce" else (owner, None)
-        yield Message(purpose, group, *ends, nbytes, times)
+        owner = Position(position)
+        source, destination = (None, owner) if purpose == "reduce" else (owner, None)
+        yield Message(purpose, group, source, destination, times * size * itemsize, times)
 
 
 def parcel_messages(parcel: Parcel, position: Position, before: int, after: int) -> Iterator[Message]:
@@ -68,5 +68,6 @@ def parcel_messages(parcel: Parcel, position: Position, before: int, after: int)
             yield Message(purpose, "domain", of, position, numel * itemsize)
     if parcel.spread.copies > 1 and position in parcel.spread.parts:
         source = parcel.spread.source(position, parcel.owner)
-        ends = (position, None) if source == position else (source, position)
-        yield Message("copy", "domain", *ends, parcel.count * parcel.spread.parts[position].numel * after)
+        destination = None if source == position else position
+        nbytes = parcel.count * parcel.spread.parts[position].numel * after
+        yield Message("copy", "domain", source, destination, nbytes)

@@ -122,7 +122,9 @@ def expected_traffic(
         group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": ns_steps}
         residency = Dedicated(runtime, [])
         for round_ in residency.rounds([make_batches(residency.tasks(), torch.device("meta"))]):
-            for message in round_messages(round_, group, comm.device) if isinstance(round_, ExchangedRound) else ():
+            if not isinstance(round_, ExchangedRound):
+                continue
+            for message in round_messages(round_, group, comm.device):
                 calls["exchange"] += message.calls
                 if message.source != round_.domain.position or message.purpose == "copy":
                     nbytes["exchange"] += message.nbytes

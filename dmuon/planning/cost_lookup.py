@@ -149,14 +149,9 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
 
 
 def _keep(cache: CostCache) -> str | None:
-    """For this process's next call, and for others where it can be written; see :func:`store`."""
+    """For this process's next call, and in the user's cache; the path, or None where that cannot be written."""
     with _lock:
         _measured[cache.key] = merge_entries(_measured.get(cache.key, {}), cache.entries)
-    return store(cache)
-
-
-def store(cache: CostCache) -> str | None:
-    """Write to the user's cache; the path, or ``None`` with a warning where it cannot be written."""
     path = user_cache_path(cache.key)
     try:
         discard_invalid(path)

@@ -200,10 +200,14 @@ def _update_ns(
     k: int,
     sequence: Polynomial,
     dtype: torch.dtype,
-    backend: Literal["triton", "torch"] = "triton",
+    backend: Literal["triton", "torch"],
 ) -> int:
     """Whole nanoseconds of one update of ``k`` matrices. Rounded up, which keeps sums above the whole."""
-    products, others = _kernels(shape, _variant(device, shape, k, sequence, dtype, backend), sequence, dtype)
+    if backend == "triton":
+        variant = rule_on(device.sms, shape, k, sequence, dtype)
+    else:
+        variant = choose_variant(shape, 1, sequence, dtype, torch.device("cuda"), backend="torch")
+    products, others = _kernels(shape, variant, sequence, dtype)
     nbytes, norm_launches = _PASSES[backend]
     elements = k * shape[0] * shape[1]
     passes = [count * elements / device.memory_bandwidth for count in nbytes]
@@ -219,15 +223,6 @@ def _product_s(device: Device, product: _Product, k: int) -> float:
     rate = device.peak_flops * device.matmul_efficiency * (_HALVES_RATE if product.halves else 1)
     tile_s = 2 * _TILE**2 * product.inner * device.sms / rate
     return max(waves * tile_s, k * product.moved_bytes / device.memory_bandwidth)
-
-
-def _variant(
-    device: Device, shape: Shape, k: int, sequence: Polynomial, dtype: torch.dtype, backend: Literal["triton", "torch"]
-) -> Variant:
-    """How ``k`` matrices would run."""
-    if backend == "triton":
-        return rule_on(device.sms, shape, k, sequence, dtype)
-    return choose_variant(shape, 1, sequence, dtype, torch.device("cuda"), backend="torch")
 
 
 def _kernels(shape: Shape, variant: Variant, sequence: Polynomial, dtype: torch.dtype) -> tuple[list[_Product], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -239,9 +240,14 @@ _FORMS: Mapping[Products, type[Arithmetic]] = {
 }
 
 
+@lru_cache(maxsize=64)
+def _arithmetic(backend: Products, storage: torch.dtype, carrier: torch.dtype) -> Arithmetic:
+    return _FORMS[backend](storage, carrier)
+
+
 def make_arithmetic(variant: Variant, device: torch.device, storage: torch.dtype) -> Arithmetic:
     """What ``variant`` multiplies with."""
-    return _FORMS[variant.backend](storage, carrier_dtype(device, storage))
+    return _arithmetic(variant.backend, storage, carrier_dtype(device, storage))
 
 
 @torch.no_grad()
@@ -283,7 +289,7 @@ def symmetric_product(
     require_backend(backend, a.device, a.dtype)
     chosen = products_on(a.device, a.dtype)[0] if backend == "auto" else backend
     if chosen != "torch":
-        products = _FORMS[chosen](a.dtype, a.dtype)
+        products = _arithmetic(chosen, a.dtype, a.dtype)
         with full_precision(a.device):
             return products.symmetric(a, b, c, alpha=alpha, beta=beta, out=out, b_symmetric=b_symmetric)
     addend = a.new_empty(()).expand(*a.shape[:-1], b.shape[-1]) if c is None else c  # not read where beta is 0

@@ -39,34 +39,23 @@ def split_product(
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
-    out: Tensor | None = None,  # (m, m)
+    out: Tensor,  # (m, m)
 ) -> Tensor:  # (m, m)
     """``alpha · a b + beta · c``, which must be symmetric, from its lower triangle; ``D == Dᵀ`` bitwise.
 
     Of ``c`` only the lower triangle is read. Whether ``a b`` and ``c`` are symmetric is not checked.
 
-    Args:
-        a: fp32 or fp64, any strides, as ``b`` and ``c``.
-        out: what to write to, in place of a new tensor; may be ``c``, and may not overlap ``a`` or ``b``.
-
-    Raises:
-        ValueError: shapes that do not fit.
+    Operands are fp32 or fp64 with any strides; ``out`` may be ``c``, and may not overlap ``a`` or ``b``.
     """
-    operands = {"a": a, "b": b} | ({} if c is None else {"c": c}) | ({} if out is None else {"out": out})
-    if any(x.ndim != 2 for x in operands.values()) or a.mT.shape != b.shape or not _square((c, out), a.shape[0]):
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
-        raise ValueError(f"shapes {shapes} do not fit; pass a (m, p), b (p, m), c and out (m, m), one matrix each")
-    m = a.shape[0]
-    result = torch.empty((m, m), dtype=a.dtype, device=a.device) if out is None else out
-    in_place = c is None or (c.data_ptr() == result.data_ptr() and c.stride() == result.stride())
-    for start, stop in itertools.pairwise(block_edges(m)):
-        rows, columns, block = a[start:stop], b[:, :stop], result[start:stop, :stop]
+    in_place = c is None or (c.data_ptr() == out.data_ptr() and c.stride() == out.stride())
+    for start, stop in itertools.pairwise(_block_edges(len(a))):
+        rows, columns, block = a[start:stop], b[:, :stop], out[start:stop, :stop]
         if in_place:  # with beta = 0, addmm does not read what is in the block
             block.addmm_(rows, columns, alpha=alpha, beta=0.0 if c is None else beta)
         else:
             torch.addmm(c[start:stop, :stop], rows, columns, alpha=alpha, beta=beta, out=block)  # type: ignore[index]
-    _mirror(result)
-    return result
+    _mirror(out)
+    return out
 
 
 @torch.no_grad()
@@ -85,7 +74,7 @@ def split_sum(
     """
     order = sorted(zip(addends, betas, strict=True), key=lambda addend: addend[0].data_ptr() != out.data_ptr())
     (first, beta), *others = order  # the addend in ``out`` is overwritten by the product
-    for start, stop in itertools.pairwise(block_edges(len(s))):
+    for start, stop in itertools.pairwise(_block_edges(len(s))):
         block = out[start:stop, :stop]
         torch.addmm(first[start:stop, :stop], s[start:stop], s[:, :stop], alpha=alpha, beta=beta, out=block)
         for addend, factor in others:
@@ -95,14 +84,10 @@ def split_sum(
     return out
 
 
-def block_edges(m: int) -> list[int]:
+def _block_edges(m: int) -> list[int]:
     """Where the blocks of rows begin, and ``m``: even heights, in whole cache lines."""
     count = max(1, m // (_ROWS if m < _LARGE else _ROWS_LARGE))
     return [m * index // count // 16 * 16 for index in range(count)] + [m]
-
-
-def _square(matrices: tuple[Tensor | None, ...], m: int) -> bool:
-    return all(x is None or x.shape == (m, m) for x in matrices)
 
 
 def _mirror(x: Tensor) -> None:

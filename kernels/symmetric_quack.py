@@ -61,15 +61,18 @@ def quack_fault(device: torch.device, folder: Path) -> str | None:
 
 def tried(device: torch.device) -> str:
     """What is wrong with quack on ``device``, as a child process finds it; empty if nothing is."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, __file__, str(device)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, __file__, str(device)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"a trial of it did not start ({error})"
     try:
         told, errors = child.communicate(timeout=DEADLINE_SECONDS)
     except subprocess.TimeoutExpired:

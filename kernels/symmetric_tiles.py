@@ -10,9 +10,6 @@ import torch
 # Bytes that a tensor descriptor's base address and strides must be multiples of.
 DESCRIPTOR_ALIGNMENT = 16
 
-# Elements that a descriptor loads along one dimension, at most.
-_BOX = 256
-
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
@@ -28,8 +25,7 @@ class TileConfig:
         group: tile rows that run together.
         halves: with 2, a tile is two squares next to each other, which needs a quarter less of the operands.
 
-    Raises:
-        ValueError: sizes that are no powers of two, or out of range; or halves without descriptors.
+    Sizes are powers of two, and halves are with descriptors, which load 256 elements along a dimension at most.
     """
 
     block: int
@@ -39,20 +35,6 @@ class TileConfig:
     descriptors: bool = False
     group: int = 8
     halves: int = 1
-
-    def __post_init__(self) -> None:
-        for name, low, high in (("block", 16, 256), ("block_k", 16, 256), ("warps", 1, 32), ("halves", 1, 2)):
-            value = getattr(self, name)
-            if not low <= value <= high or value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two from {low} to {high}")
-        for name, low, high in (("stages", 1, 16), ("group", 1, 1024)):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name}={value} must be from {low} to {high}")
-        if self.halves > 1 and not self.descriptors:
-            raise ValueError("halves must be with descriptors")
-        if self.halves * self.block > _BOX:
-            raise ValueError(f"halves={self.halves} of block={self.block} must be at most {_BOX} together")
 
     def __str__(self) -> str:
         letters = "d" * self.descriptors + "h" * (self.halves > 1)
@@ -126,11 +108,9 @@ def default_config(work: Work, capability: tuple[int, int]) -> TileConfig:
     return min(configs, key=lambda config: _relative_time(config, work, area))
 
 
-def pointer_config(
-    work: Work, strides: Iterable[tuple[int, int, int] | None], aligned: bool
-) -> TileConfig:  # fmt: skip
+def pointer_config(work: Work, strides: Iterable[tuple[int, int, int]], aligned: bool) -> TileConfig:
     """The config used without descriptors; ``aligned`` says whether addresses are multiples of 16 bytes."""
-    vectors = aligned and all(s == 1 or s % _VECTOR == 0 for steps in strides if steps for s in steps)
+    vectors = aligned and all(s == 1 or s % _VECTOR == 0 for steps in strides for s in steps)
     return default_config(work, (8, 0)) if vectors or work.dtype == torch.float32 else UNALIGNED
 
 

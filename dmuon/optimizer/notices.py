@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.kernels import products_on
+from dmuon.kernels import HALF, products_on
 from dmuon.model.makeup import ModuleTree, longest_path, looks_fused, makeup_of, sites_of
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.log import logger
@@ -90,11 +90,11 @@ def tell_products(
     batches = [(groups[round_.index], batch) for round_ in rounds for batch in round_.batches]
     found = {(batch.device, numerics_of(group, batch.dtype, batch.device).storage) for group, batch in batches}
     for device, storage in sorted(found, key=str):
-        if device.type == "cuda":
+        if device.type == "cuda" and storage in HALF:  # others take whole products
             backend, others = products_on(device, storage)
             if _speaks(residencies):
                 why = f" ({others})" if others else ""
-                _log.info("symmetric products of %s on %s are computed by %s%s", storage, device, backend, why)
+                _log.info("large symmetric products of %s on %s are computed by %s%s", storage, device, backend, why)
 
 
 def _speaks(residencies: Iterable[Residency]) -> bool:

@@ -128,6 +128,7 @@ def test_what_the_budget_leaves_out_is_said(run):
         (["--check", "good.json", "--budget", "0"], "--budget: '0' is no number of seconds above 0"),
         (["--check", "good.json", "--steps", "5"], "--steps: good.json says so itself"),
         (["--check", "--device", "cpu"], "no cache for "),
+        (["model.json", "--quack"], "--quack: was removed; leave it out: an installed quack is tried wherever it can"),
         (["--show", "good.json", "--device", "cpu"], "--device: good.json says so itself"),
         (["--show", "good.json", "model.json"], "MODEL does not go with --show"),
         (["--show", "good.json", "--png", "plot.pdf"], "--png plot.pdf: what is written is a PNG"),

@@ -166,12 +166,14 @@ def test_on_the_cpu_it_is_not_asked_for():
 def test_the_log_says_what_multiplies_and_why(hopper, caplog):
     batch = SimpleNamespace(device=CUDA, dtype=torch.float32)
     group = {"ns_coefficients": "polar_express", "ns_steps": 5, "ns_dtype": None}
-    rounds = [SimpleNamespace(index=0, batches=[batch, batch])]
+    rounds = [SimpleNamespace(index=0, batches=[batch, batch, SimpleNamespace(device=CPU, dtype=torch.float32)])]
     with caplog.at_level(logging.INFO, logger="dmuon"):
         tell_products([group], [], rounds)
         hopper.capability = (8, 0)
         chosen()
         tell_products([group], [], rounds)
     first, second = (record.getMessage() for record in caplog.records)
-    assert first == "symmetric products of torch.float16 on cuda:0 are computed by quack"
-    assert second.startswith("symmetric products of torch.float16 on cuda:0 are computed by triton (quack: it is tried")
+    assert first == "large symmetric products of torch.float16 on cuda:0 are computed by quack"
+    assert second.startswith(
+        "large symmetric products of torch.float16 on cuda:0 are computed by triton (quack: it is tried"
+    )

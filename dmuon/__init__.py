@@ -16,6 +16,7 @@ from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.optimizer.clip import clip_grad_norm_, clip_grad_value_
 from dmuon.optimizer.groups import param_groups
 from dmuon.optimizer.muon import Muon
+from dmuon.optimizer.qk_clip import AttentionHeads, QKClip
 from dmuon.optimizer.record import MatrixRecord
 from dmuon.optimizer.stats import StepStats
 from dmuon.planning.owner_plan import OwnerPlan
@@ -26,6 +27,7 @@ from dmuon.step.record import MatrixStats
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionHeads",
     "CollectiveError",
     "CommOptions",
     "DistributedConfig",
@@ -34,6 +36,7 @@ __all__ = [
     "MatrixStats",
     "Muon",
     "OwnerPlan",
+    "QKClip",
     "StepStats",
     "clip_grad_norm_",
     "clip_grad_value_",

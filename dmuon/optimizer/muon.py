@@ -6,6 +6,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
@@ -37,6 +38,7 @@ from dmuon.optimizer.loading import keep_state_of_route
 from dmuon.optimizer.momentum import Momentum
 from dmuon.optimizer.notices import tell_first_step, tell_layout
 from dmuon.optimizer.options import Description, check_edited, describe
+from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord
 from dmuon.optimizer.refusals import check_moment, check_scales
 from dmuon.optimizer.stats import StepStats, step_stats
@@ -93,6 +95,7 @@ class Muon(torch.optim.Optimizer):
             process group; other tensors are whole on this rank. If given, all ranks of its groups build the optimizer,
             those without such matrices too. Several optimizers may have one configuration; each plans for itself, on
             process groups of its own.
+        qk_clip: scales queries and keys of heads with too large logits after each step.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -119,12 +122,15 @@ class Muon(torch.optim.Optimizer):
         exclude: Exclude | None = None,
         overlap_backward: bool = False,
         distributed_config: DistributedConfig | None = None,
+        qk_clip: QKClip | None = None,
     ) -> None:
         check_flag("overlap_backward", overlap_backward)
         if not (distributed_config is None or isinstance(distributed_config, DistributedConfig)):
             raise TypeError(
                 f"distributed_config must be a dmuon.DistributedConfig or None, got {type(distributed_config).__name__}"
             )
+        if not (qk_clip is None or isinstance(qk_clip, QKClip)):
+            raise TypeError(f"qk_clip must be a dmuon.QKClip or None, got {type(qk_clip).__name__}")
         defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -146,6 +152,7 @@ class Muon(torch.optim.Optimizer):
             defaults, of_adamw, names_of(params), replicated_by_ddp(params), distributed_config, overlap_backward
         )
         self._start_empty()
+        self._qk_clip = qk_clip
         self._built = False  # torch adds the first groups one by one
         # Schedulers look here for what they may cycle.
         super().__init__(
@@ -178,6 +185,7 @@ class Muon(torch.optim.Optimizer):
         self._asked: MatrixRecord | None = None
         self._checked: Description = ()  # options that were found to be in order
         self._steps = 0
+        self._qk_clip = None
 
     def _find_device(self) -> None:
         devices = (local_tensor(p).device for g in self.param_groups for p in g["params"])
@@ -199,6 +207,11 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: ranks share some of the parameters.
         """
         origin = copyable_origin(self._origin, self.param_groups)
+        if self._qk_clip is not None:
+            raise RuntimeError(
+                "an optimizer with qk_clip, which knows the modules of its model, cannot be copied or pickled: save "
+                "optimizer.state_dict(), and load it into an optimizer that was built with a QKClip of its own model"
+            )
         return {**super().__getstate__(), "state": copyable_state(self.state), "origin": origin}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
@@ -287,6 +300,8 @@ class Muon(torch.optim.Optimizer):
         self._updates = {key: count for key, count in updates.items() if count > 1}
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
+        if self._qk_clip is not None:
+            self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         self._early = self._listen() if self._origin.overlap else None
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
         self._averagers.forget()
@@ -339,7 +354,7 @@ class Muon(torch.optim.Optimizer):
         for number, options in enumerate(describe(compared)):
             for name, value in options:
                 found.append((f"{name} of group {number}", value))
-        return found
+        return found if self._qk_clip is None else [*found, ("qk_clip", repr(self._qk_clip))]
 
     def _listen(self) -> EarlyUpdates | None:
         """Updates that start during backward; residencies hold them weakly."""
@@ -467,6 +482,10 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, present: set[int], of_adamw: Sequence[AdamWUpdate]) -> None:
         """Run all rounds. What a round completes is published at once."""
+        outdated = present
+        if self._qk_clip is not None:
+            self._qk_clip.begin()
+            outdated = present | self._qk_clip.ids  # also what is not updated is scaled before it is published
         missing = dict(self._updates)
         options: list[dict[str, Any]] = []
         for group in self.param_groups:
@@ -475,7 +494,7 @@ class Muon(torch.optim.Optimizer):
         with self._timer.phase("publish"):
             for dedicated in self._dedicated:
                 batches = [batch for round_ in self._rounds for batch in round_.batches]
-                dedicated.begin_update(p for batch in batches for p in batch.params if id(p) in present)
+                dedicated.begin_update(p for batch in batches for p in batch.params if id(p) in outdated)
         asked, self._asked = self._asked, None
         step = Step(options, present, self._timer, None if asked is None else StepRecord(), self._done)
         for round_ in self._schedule.drive(step):
@@ -484,6 +503,8 @@ class Muon(torch.optim.Optimizer):
                     for update in of_adamw:
                         update.run()
                 continue
+            if self._qk_clip is not None:
+                self._qk_clip.scale(round_)
             if not self._dedicated:
                 continue
             of_round = [p for batch in round_.batches for p in batch.params]
@@ -500,6 +521,8 @@ class Muon(torch.optim.Optimizer):
                 dedicated.end_update()
         if self._exchange is not None:
             self._exchange.end_update()
+        if self._qk_clip is not None:
+            self._qk_clip.finish()
         if asked is not None and step.record is not None:
             asked.fill(step.record, self._residencies, self._names)
         if self._early is not None:
@@ -510,8 +533,10 @@ class Muon(torch.optim.Optimizer):
         """Counters and time per phase of the last step. On an accelerator it waits for that step to finish."""
         early, seconds = self._early, self._timer.seconds()
         if early is None:
-            return step_stats(self._done, seconds, 0, self._names)
-        return step_stats(self._done, seconds | early.seconds(), early.taken, self._names)
+            stats = step_stats(self._done, seconds, 0, self._names)
+        else:
+            stats = step_stats(self._done, seconds | early.seconds(), early.taken, self._names)
+        return stats if self._qk_clip is None else replace(stats, **self._qk_clip.stats())
 
     def record_next_step(self) -> MatrixRecord:
         """What the next ``step()`` does to each matrix: root mean square of the update, learning rate, norms.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # tests/test_import.py holds these against _HOMES
     from dmuon.optimizer.clip import clip_grad_norm_, clip_grad_value_
     from dmuon.optimizer.groups import param_groups
     from dmuon.optimizer.muon import Muon
+    from dmuon.optimizer.qk_clip import AttentionHeads, QKClip
     from dmuon.optimizer.record import MatrixRecord, StepStats
     from dmuon.planning.owner_plan import OwnerPlan
     from dmuon.report.explain import explain
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # tests/test_import.py holds these against _HOMES
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionHeads",
     "CollectiveError",
     "CommOptions",
     "DistributedConfig",
@@ -46,6 +48,7 @@ __all__ = [
     "MatrixStats",
     "Muon",
     "OwnerPlan",
+    "QKClip",
     "StepStats",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -80,6 +83,7 @@ _MODULES = {  # where names are defined that are no modules themselves
     "optimizer.clip": "clip_grad_norm_ clip_grad_value_",
     "optimizer.groups": "param_groups",
     "optimizer.muon": "Muon",
+    "optimizer.qk_clip": "AttentionHeads QKClip",
     "optimizer.record": "MatrixRecord StepStats",
     "planning.owner_plan": "OwnerPlan",
     "report.explain": "explain",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
@@ -30,6 +31,7 @@ from dmuon.optimizer.groups import (
 )
 from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products
 from dmuon.optimizer.options import Description, check_edited, check_scales, describe
+from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.wrapping import Averagers, Wrapping, check_moment, find_residencies, replicated_by_ddp
@@ -84,6 +86,7 @@ class Muon(torch.optim.Optimizer):
             process group; other tensors are whole on this rank. If given, all ranks of its groups build the optimizer,
             those without such matrices too. Several optimizers may have one configuration; each plans for itself, on
             process groups of its own.
+        qk_clip: scales queries and keys of heads with too large logits after each step.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -110,12 +113,15 @@ class Muon(torch.optim.Optimizer):
         exclude: Exclude | None = None,
         overlap_backward: bool = False,
         distributed_config: DistributedConfig | None = None,
+        qk_clip: QKClip | None = None,
     ) -> None:
         check_flag("overlap_backward", overlap_backward)
         if not (distributed_config is None or isinstance(distributed_config, DistributedConfig)):
             raise TypeError(
                 f"distributed_config must be a dmuon.DistributedConfig or None, got {type(distributed_config).__name__}"
             )
+        if not (qk_clip is None or isinstance(qk_clip, QKClip)):
+            raise TypeError(f"qk_clip must be a dmuon.QKClip or None, got {type(qk_clip).__name__}")
         defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -136,6 +142,7 @@ class Muon(torch.optim.Optimizer):
         copies = replicated_by_ddp(params)
         self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward)
         self._start_empty()
+        self._qk_clip = qk_clip
         self._built = False  # torch adds the first groups one by one
         # Schedulers look here for what they may cycle.
         super().__init__(
@@ -170,6 +177,7 @@ class Muon(torch.optim.Optimizer):
         self._checked: list[Description] = []  # options of each group, which were found to be in order
         self._scaled = False  # a user's function says how much of an update is taken
         self._steps = 0
+        self._qk_clip = None
 
     def _find_device(self) -> None:
         devices = (local_tensor(p).device for g in self.param_groups for p in g["params"])
@@ -191,6 +199,11 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: ranks share some of the parameters.
         """
         origin = copyable_origin(self._origin, self.param_groups)
+        if self._qk_clip is not None:
+            raise RuntimeError(
+                "an optimizer with qk_clip, which knows the modules of its model, cannot be copied or pickled: save "
+                "optimizer.state_dict(), and load it into an optimizer that was built with a QKClip of its own model"
+            )
         return {**super().__getstate__(), "state": copyable_state(self.state), "origin": origin}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -279,6 +292,8 @@ class Muon(torch.optim.Optimizer):
         self._updates = {key: count for key, count in updates.items() if count > 1}
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
+        if self._qk_clip is not None:
+            self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         self._early = None
         alone = [round_ for round_ in rounds if isinstance(round_, AloneRound)]
         if self._origin.overlap and alone:
@@ -298,7 +313,7 @@ class Muon(torch.optim.Optimizer):
             if index < len(self.param_groups):
                 for name, value in describe(self.param_groups[index]):
                     found.append((f"{name} of group {number}", value))
-        return found
+        return found if self._qk_clip is None else [*found, ("qk_clip", repr(self._qk_clip))]
 
     def _is_as_laid_out(self) -> bool:
         """Whether groups hold the parameters for which everything was made."""
@@ -418,6 +433,10 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, present: set[int], adamw_updates: Sequence[AdamWUpdate]) -> None:
         """Run all rounds. What a round completes is published at once."""
+        changing = present
+        if self._qk_clip is not None:
+            self._qk_clip.begin()
+            changing = present | self._qk_clip.ids  # also what is not updated is scaled before it is published
         missing = Counter(self._updates)
         options: list[dict[str, Any]] = []
         outdated: list[Tensor] = []
@@ -426,7 +445,7 @@ class Muon(torch.optim.Optimizer):
             options.append({**group, "lr": float(group["lr"])} if group["use_muon"] else group)
         with self._timer.phase("publish"):
             for param in self._batched if self._dedicated else ():
-                if id(param) in present:
+                if id(param) in changing:
                     outdated.append(param)
             for dedicated in self._dedicated:
                 dedicated.begin_update(outdated)
@@ -437,7 +456,10 @@ class Muon(torch.optim.Optimizer):
                 with self._timer.phase("adamw"):
                     for update in adamw_updates:
                         update.run()
-            elif self._dedicated:
+                continue
+            if self._qk_clip is not None:
+                self._qk_clip.scale(round_)
+            if self._dedicated:
                 updated: list[Tensor] = []
                 for batch in round_.batches:
                     updated.extend(batch.params)
@@ -452,6 +474,8 @@ class Muon(torch.optim.Optimizer):
                 dedicated.end_update()
         if self._exchange is not None:
             self._exchange.end_update()
+        if self._qk_clip is not None:
+            self._qk_clip.finish()
         if asked is not None and step.record is not None:
             asked.fill(step.record, self._residencies, self._names)
         if self._early is not None:
@@ -462,8 +486,10 @@ class Muon(torch.optim.Optimizer):
         """Counters and time per phase of the last step. On an accelerator it waits for that step to finish."""
         early, seconds = self._early, self._timer.seconds()
         if early is None:
-            return step_stats(self._done, seconds, 0, self._names)
-        return step_stats(self._done, seconds | early.seconds(), early.taken, self._names)
+            stats = step_stats(self._done, seconds, 0, self._names)
+        else:
+            stats = step_stats(self._done, seconds | early.seconds(), early.taken, self._names)
+        return stats if self._qk_clip is None else replace(stats, **self._qk_clip.stats())
 
     def record_next_step(self) -> MatrixRecord:
         """What the next ``step()`` does to each matrix: root mean square of the update, learning rate, norms.

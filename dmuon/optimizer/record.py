@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,10 @@ class StepStats:
         overlapped: batches among them that ran during backward and were still right.
         variants: per shape, small side first, how Newton-Schulz ran: form, restarts, back end, matrices at once.
         nonfinite: the matrices whose momentum holds NaN or infinity; their weights do now too, nobody else's.
+        qk_logits: with ``qk_clip``, by attention module, the largest logit of each head over all ranks that share it;
+            ``-inf`` of a head of which nobody noted any.
+        qk_max_logit: the largest of these; NaN if there is one.
+        qk_clipped: heads among them that passed the threshold, those left out that are NaN or infinite.
     """
 
     ns_matrices: int
@@ -33,6 +38,9 @@ class StepStats:
     overlapped: int
     variants: dict[tuple[int, int], str]
     nonfinite: tuple[str, ...]
+    qk_logits: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    qk_max_logit: float = -inf
+    qk_clipped: int = 0
 
 
 def step_stats(done: Sequence[Done], seconds: dict[str, float], overlapped: int, names: Mapping[int, str]) -> StepStats:

@@ -35,6 +35,7 @@ from dmuon.model.blocks import canonical_fqn
 from dmuon.model.fused_layouts import Unknown, size
 from dmuon.model.makeup import ModuleTree, known_spec
 from dmuon.model.matrix_spec import is_remembered, spec_of
+from dmuon.optimizer.groups import inside_ddp
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
 from dmuon.step.batches import Batch
@@ -109,7 +110,7 @@ class QKClip:
         if not is_number(threshold) or not 0 < threshold < inf:
             raise ValueError(f"QKClip: threshold must be a positive number, got {threshold!r}")
         self._threshold = float(threshold)
-        self._modules = _attention_modules(model, heads)
+        self._modules = _attention_modules(inside_ddp(model), heads)
         self._spans: dict[str, slice] = {}  # by module, its heads among all heads of queries
         key_of: list[int] = []  # of each head of queries, the head of keys
         for name, (_, spec) in self._modules.items():

@@ -1,20 +1,16 @@
-"""What a load compares between ranks, what a state dict keeps in memory, and rounds of summoned weights."""
+"""What a load compares between ranks, and what a state dict keeps in memory."""
 
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness.assertions import assert_same_tensors
 from harness.checkpoints import start
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 
-import dmuon
-from dmuon.dedicated import dedication
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor
 
@@ -87,25 +83,3 @@ def test_a_part_of_a_model_is_saved_by_itself_after_a_call_that_failed(rank: int
 
 def _fail(*_: Any) -> None:
     raise ZeroDivisionError
-
-
-@pytest.mark.pitfall("P79")
-@pytest.mark.parametrize("nbytes", [2**28, 1], ids=["one round", "one matrix each"])
-@on_ranks(2)
-def test_whole_weights_are_summoned_by_a_broadcast_of_each_owner_a_round(rank: int, world: int, nbytes: int) -> None:
-    run = start("1d")
-    run.train(range(2))
-    expected, calls = full_state(run.model), []
-    broadcast = dist.broadcast
-    matrices = list(dedications(run.model)[0].runtime.matrices())
-    with (
-        mock.patch.object(dedication, "_ROUND_BYTES", nbytes),
-        mock.patch.object(dist, "broadcast", lambda *args, **how: (calls.append(None), broadcast(*args, **how))[1]),
-        dmuon.summon_full_params(run.model, writeback=False),
-    ):
-        params = dict(run.model.named_parameters())
-        assert_same_tensors(
-            {m.fqn: params[m.fqn].detach() for m in matrices}, {m.fqn: expected[m.fqn] for m in matrices}
-        )
-    owners = {owner for matrix in matrices for owner in matrix.owners}
-    assert len(calls) == (len(owners) if nbytes > 1 else len(matrices)) and len(matrices) > 2 * len(owners)

@@ -1,9 +1,8 @@
-"""Options of groups: refused where they cannot be meant, wherever they come from, and described for other ranks."""
+"""Options of groups: refused where they cannot be meant, wherever they come from, and mixed precision."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmuon
 from dmuon.optimizer.loading import loading_fault
-from dmuon.optimizer.options import check_options, describe
+from dmuon.optimizer.options import check_options
 
 NONSENSE = [
     (0, "lr", -5.0), (0, "lr", math.inf), (0, "lr", math.nan), (0, "lr", 10**400), (0, "lr", torch.tensor(-1.0)),
@@ -122,34 +121,7 @@ def test_numbers_of_other_libraries_are_numbers(lr: Any) -> None:
     assert_equal_weights(weights(model), weights(expected), 1e-6)
 
 
-# -- descriptions --------------------------------------------------------------------------------------------------
-
-
-def by_shape(shape: tuple[int, int], factor: float = 1.0) -> float:
-    return factor * max(shape) ** 0.5
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        ("lr", 0.1, math.nextafter(0.1, 1.0)),
-        ("lr", 0.1, torch.tensor(0.1)),
-        ("ns_steps", 5, 4),
-        ("ns_dtype", None, torch.float32),
-        ("ns_coefficients", "you", "classic"),
-        ("adjust_lr_fn", functools.partial(by_shape, factor=1.0), functools.partial(by_shape, factor=2.0)),
-        ("adjust_lr_fn", by_shape, "original"),
-        ("nesterov", True, False),
-    ],
-    ids=["lr", "lr in fp32", "ns_steps", "ns_dtype", "ns_coefficients", "partial", "adjust_lr_fn", "nesterov"],
-)
-def test_a_description_tells_values_apart(name: str, first: Any, second: Any) -> None:
-    descriptions = []
-    for value in (first, second):
-        optimizer = dmuon.Muon(build(), **{**OPTIONS, name: value})
-        assert describe(optimizer.param_groups) == describe(copy.deepcopy(optimizer).param_groups)
-        descriptions.append(describe(optimizer.param_groups))
-    assert descriptions[0] != descriptions[1]
+# -- mixed precision -----------------------------------------------------------------------------------------------
 
 
 def test_mixed_is_saved_loaded_and_edited_like_other_dtypes() -> None:

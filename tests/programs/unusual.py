@@ -438,6 +438,7 @@ def averaged(model: nn.Module, optimizer: Any, loss: Loss) -> None:
                 average[name].lerp_(p.detach(), 0.2)
                 p.copy_(average[name])
             loss(9)
+            model.state_dict()  # after which the root of FSDP2 has its shards again, and no whole weights from before
             if step < 3:  # what is compared in the end is the average
                 for name, p in model.named_parameters():
                     p.copy_(own[name])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import gang
+from harness.jobs import run_ranks
 from harness.pool import RankPool
 from harness.toy import build
 from torch.distributed.device_mesh import init_device_mesh
@@ -126,7 +126,7 @@ def interrupted(rank: int, world: int, where: str, victim: int) -> None:
     [("select", 1), ("costs", 0), ("planning", 0), ("waiting", 1), ("verifying", 0), ("placing", 1)],
 )
 def test_an_interrupt_of_dedicate_params_ends_every_rank_with_a_named_error(where: str, victim: int) -> None:
-    ends = gang.run(2, interrupted, where, victim, limit=60.0, timeout=30.0)
+    ends = run_ranks(2, interrupted, where, victim, limit=60.0, timeout=30.0)
     assert ends[victim].text.rstrip().splitlines()[-1].startswith("KeyboardInterrupt"), ends[victim].text
     other = ends[1 - victim]
     last = [line for line in other.text.splitlines() if "CollectiveError: rank" in line]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import Raised, assert_equal_weights, assert_same_bits, assert_same_tensors, raised_by
-from harness.checkpoints import SAVED, TOTAL, Run, load, save, start
+from harness.checkpoints import SAVED, TOTAL, Run, save, start
 from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
 from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
@@ -57,48 +57,7 @@ def leaves(tree: Any) -> Iterator[Tensor]:
             yield from leaves(value)
 
 
-# -- resume; on other layouts in test_checkpoint_topologies.py -----------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def uninterrupted() -> dict[str, Tensor]:
-    return reference_weights(TOTAL)
-
-
-def save_flat(_rank: int, _world: int, path: str, flat: bool) -> None:
-    run = start("1d")
-    run.train(range(SAVED))
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    weights, state = get_state_dict(run.model, run.optimizer, options=options)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-
-
-def resume_reordered(rank: int, _world: int, path: str, flat: bool) -> dict[str, Tensor]:
-    run = start("1d-3", seed=50 + rank)
-    groups: list[dict[str, Any]] = dmuon.param_groups(run.model)
-    groups = [{**g, "params": g["params"][::-1]} for g in (groups[::-1] if flat else groups)]
-    run.optimizer = dmuon.Muon(groups, **{**OPTIONS, "lr": 1.0})  # the saved lr must come back
-    run.train(range(1))
-    load(run, path, flat)
-    assert {g["lr"] for g in run.optimizer.param_groups} == {LR}
-    assert all(m.dtype == torch.float32 for m in run.momenta().values())
-    run.train(range(SAVED, TOTAL))
-    return full_state(run.model)
-
-
-@pytest.mark.pitfall("P31")
-@pytest.mark.parametrize(
-    "flat",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["parameters", "parameters-and-groups"],
-)
-def test_optimizer_state_follows_names_when_reordered(
-    ranks: RankPool, tmp_path: Path, uninterrupted: dict[str, Tensor], flat: bool
-) -> None:
-    """DCP keys groups by position unless ``flatten_optimizer_state_dict`` is set; state by name always."""
-    ranks(2, save_flat, str(tmp_path), flat)
-    for weights in ranks(3, resume_reordered, str(tmp_path), flat):
-        assert_equal_weights(weights, uninterrupted)
+# -- resume; on other layouts in tests/parity/test_checkpoints.py --------------------------------------------------
 
 
 def two_optimizers(rank: int, world: int, path: str) -> dict[str, Tensor]:
@@ -134,11 +93,9 @@ def two_optimizers(rank: int, world: int, path: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.pitfall("P23")
-def test_muon_beside_another_optimizer_resumes(
-    ranks: RankPool, tmp_path: Path, uninterrupted: dict[str, Tensor]
-) -> None:
+def test_muon_beside_another_optimizer_resumes(ranks: RankPool, tmp_path: Path) -> None:
     for weights in ranks(2, two_optimizers, str(tmp_path)):
-        assert_equal_weights(weights, uninterrupted)
+        assert_equal_weights(weights, reference_weights(TOTAL))
 
 
 def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -235,9 +192,15 @@ def test_state_dict_is_what_a_plain_model_has(ranks: RankPool, name: str, keep: 
 # -- plain checkpoints in and out ----------------------------------------------------------------------------------
 
 
+def save_trained(_rank: int, _world: int, path: str) -> None:
+    run = start("1d")
+    run.train(range(SAVED))
+    save(run, path)
+
+
 @pytest.mark.pitfall("P33")
 def test_checkpoint_converts_to_one_plain_file(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, save, str(tmp_path / "sharded"), "1d")
+    ranks(2, save_trained, str(tmp_path / "sharded"))
     dcp_to_torch_save(tmp_path / "sharded", tmp_path / "plain.pt")
     state = torch.load(tmp_path / "plain.pt", weights_only=False)
     model = build(seed=3)
@@ -394,44 +357,6 @@ def load_own_parameters(rank: int, _world: int) -> None:
 
 def test_copies_of_resting_parameters_load(ranks: RankPool) -> None:
     ranks(3, load_own_parameters)
-
-
-# -- saving --------------------------------------------------------------------------------------------------------
-
-
-def save_and_compare(_rank: int, _world: int, name: str, keep: bool) -> dict[str, Tensor]:
-    run = start(name, keep=keep)
-    model, optimizer = run.model, run.optimizer
-
-    def options() -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-    def unchanged() -> None:
-        before, given = run.local_tensors(), options()
-        model.state_dict()
-        optimizer.state_dict()
-        get_state_dict(model, optimizer)
-        get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-        assert_same_tensors(run.local_tensors(), before)
-        assert options() == given
-
-    unchanged()  # no dummy step creates state
-    for step in range(TOTAL):
-        run.backward(step)
-        if step == 2:
-            assert all(p.grad is not None for p in model.parameters())
-            unchanged()
-        optimizer.step()
-        if step == 3:
-            unchanged()
-    return full_state(model)
-
-
-@pytest.mark.pitfall("P30")
-@pytest.mark.parametrize(("name", "keep"), [("1d", False), ("1d-two-lines", True)])
-def test_saving_changes_nothing(ranks: RankPool, uninterrupted: dict[str, Tensor], name: str, keep: bool) -> None:
-    for weights in ranks(2, save_and_compare, name, keep):
-        assert_equal_weights(weights, uninterrupted)
 
 
 # -- refusals; of one rank's faulty DTensors in test_checkpoint_topologies.py --------------------------------------

@@ -1,328 +1,40 @@
-"""Stock checkpointing on every topology and between topologies."""
+"""Stock checkpointing on every topology: of mixed precision, of parts of a model, and what one rank alone has wrong."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness.assertions import assert_equal_weights, assert_same_bits, assert_same_tensors
+from harness.assertions import assert_same_bits, assert_same_tensors
 from harness.checkpoints import (
     FROM_RANK_0,
     FULL,
     SAVED,
-    SINGLE,
     TOTAL,
-    Plain,
     Run,
     load,
-    save,
     start,
     tensors_of,
     world_of,
 )
-from harness.network import full_state, is_matrix, loss_of
-from harness.oracle import reference_weights
+from harness.network import full_state, is_matrix
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS
-from harness.toy import LR, batch, build
+from harness.toy import batch, build
 from torch import Tensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-import dmuon
-from dmuon.dedicated import state_dict
-from dmuon.dedicated.owned_tensor import OwnedTensor
-
-NAMES = [SINGLE, "1d", "hsdp", "ddp-2", "tp", "tp-fsdp"]
-
-
-# -- between topologies --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint after ``SAVED`` steps: its folder, and by rank whole weights and state, which rank 0 alone holds."""
-
-    folder: str
-    whole: list[tuple[dict[str, Any], dict[str, Any]]]
-
-
-def resume(rank: int, _world: int, paths: list[str], name: str, keep: bool) -> list[dict[str, Tensor]]:
-    """Weights after the rest of the steps from each checkpoint, one after the other."""
-    run = start(name, seed=50 + rank, keep=keep, lr=1.0)  # the saved one must come back
-    run.train(range(1))  # buffers and momentum hold something to be overwritten
-    resumed = []
-    for path in paths:
-        load(run, path)
-        assert {group["lr"] for group in run.optimizer.param_groups} == {LR}
-        assert all(momentum.dtype == torch.float32 for momentum in run.momenta().values())
-        run.train(range(SAVED, TOTAL))
-        resumed.append(full_state(run.model))
-    return resumed
-
-
-@pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
-    """The checkpoint of a topology."""
-
-    @cache
-    def checkpoint(name: str, keep: bool = False) -> Saved:
-        folder = str(tmp_path_factory.mktemp(name))
-        return Saved(folder, ranks(world_of(name), save, folder, name, keep))
-
-    return checkpoint
-
-
-@pytest.fixture(scope="module")
-def uninterrupted() -> dict[str, Tensor]:
-    return reference_weights(TOTAL)
-
-
-RESHARD, KEEP = False, True
-OTHERS = ("1d-4", "hsdp-two-lines", "ddp-4", "cp", "tp-ddp")
-QUICK = [
-    (SINGLE, RESHARD, "1d", RESHARD),
-    ("hsdp", KEEP, "1d", RESHARD),
-    ("tp", RESHARD, "1d", RESHARD),
-    ("1d", RESHARD, "hsdp", KEEP),
-    ("1d", RESHARD, "1d-1", RESHARD),
-    ("1d", RESHARD, "1d-3-two-lines", RESHARD),
-    ("tp", RESHARD, "ddp-2", RESHARD),
-]
-SLOW = (
-    [
-        (source, RESHARD, target, KEEP)
-        for source in NAMES
-        for target in NAMES
-        if (source, RESHARD, target, KEEP) not in QUICK
-    ]
-    + [(source, RESHARD, "hsdp", RESHARD) for source in NAMES]
-    + [("hsdp", KEEP, "1d", KEEP), ("hsdp", KEEP, "tp", KEEP), ("tp-fsdp", RESHARD, "ddp-2", RESHARD)]
-    + [(source, RESHARD, "1d", RESHARD) for source in ("1d-1", "1d", "1d-4", "1d-4-two-lines")]
-    + [("1d", KEEP, "1d-3", KEEP), ("1d-two-lines", KEEP, "1d-two-lines", KEEP), ("1d-3", KEEP, "1d-two-lines", KEEP)]
-    + [("1d-two-lines", RESHARD, "1d-3-two-lines", RESHARD)]
-    + [("hsdp", RESHARD, other, RESHARD) for other in ("1d-two-lines", "tp-two-lines", *OTHERS)]
-)
-
-
-@pytest.fixture(scope="module")
-def resumed(ranks: RankPool, saved: Callable[..., Saved]) -> Callable[..., Any]:
-    """By source, and whether it keeps whole weights, what a target made of it on each rank; all sources in one call."""
-
-    @cache
-    def of_target(target: str, keep: bool, cases: tuple[Any, ...]) -> dict[tuple[str, bool], list[dict[str, Tensor]]]:
-        sources = [case[:2] for case in cases if case[2:] == (target, keep)]
-        folders = [saved(*source).folder for source in sources]
-        results = ranks(world_of(target), resume, folders, target, keep, timeout=100)
-        return {source: [of_rank[i] for of_rank in results] for i, source in enumerate(sources)}
-
-    return of_target
-
-
-@pytest.mark.pitfall("P28", "P29", "P30")
-@pytest.mark.parametrize(
-    ("case", "cases"),
-    [
-        *((case, tuple(QUICK)) for case in QUICK),
-        *(pytest.param(case, tuple(SLOW), marks=pytest.mark.slow) for case in SLOW),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value[0], str) else "",
-)
-def test_resume_on_another_topology_continues_the_uninterrupted_run(
-    resumed: Callable[..., Any], uninterrupted: dict[str, Tensor], case: tuple[str, bool, str, bool], cases: Any
-) -> None:
-    results = resumed(*case[2:], cases)[case[:2]]
-    assert_same_bits(results)
-    assert_equal_weights(results[0], uninterrupted)
-
-
-# -- whole state dicts ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def plain() -> Plain:
-    return Plain(SAVED)
-
-
-@pytest.mark.pitfall("P27", "P33")
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(SINGLE, "1d", "tp"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("hsdp", "ddp-2", "tp-fsdp", "1d-3", "1d-3-two-lines")
-        ),
-    ],
-)
-def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
-    saved: Callable[..., Saved], plain: Plain, uninterrupted: dict[str, Tensor], name: str
-) -> None:
-    (weights, state), *others = saved(name).whole
-    assert all(result == ({}, {}) for result in others), "rank 0 alone holds what was moved to its CPU"
-    assert list(weights) == list(plain.weights())
-    assert_equal_weights(weights, plain.weights())
-    assert_equal_weights(tensors_of(state), tensors_of(plain.state()))
-    torch_alone = Plain(seed=3)
-    torch_alone.load(weights, state)
-    torch_alone.train(range(SAVED, TOTAL))
-    assert_equal_weights(torch_alone.weights(), uninterrupted)
-
-
-def adopt(
-    rank: int, _world: int, name: str, keep: bool, weights: dict[str, Tensor], state: dict[str, Any], ways: list[bool]
-) -> dict[bool, tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]]:
-    """Load whole state dicts, from all ranks or from rank 0, give them back, and train on."""
-    run = start(name, seed=50 + rank, keep=keep)
-    run.train(range(1))
-    ours = get_optimizer_state_dict(run.model, run.optimizer, options=FULL)
-    given = {"state": state["state"], "param_groups": ours["param_groups"]}
-    adopted = {}
-    for from_rank0 in ways:
-        options = FROM_RANK_0 if from_rank0 else FULL
-        silent = from_rank0 and rank > 0
-        model, optimizer = ({}, {}) if silent else copy.deepcopy((dict(weights), given))
-        set_model_state_dict(run.model, model, options=options)
-        set_optimizer_state_dict(run.model, run.optimizer, optimizer, options=options)
-        found, kept = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL))  # AdamW's is no copy yet
-        run.train(range(SAVED, TOTAL))
-        adopted[from_rank0] = dict(found), tensors_of(dict(kept)), full_state(run.model)
-    return adopted
-
-
-ADOPTING = [
-    *((name, RESHARD, from_rank0) for name in [*NAMES, "1d-two-lines"] for from_rank0 in (False, True)),
-    ("hsdp", KEEP, False),
-    ("hsdp", KEEP, True),
-]
-# torch's distribute_tensor splits no uneven bias over FSDP2 and tensor parallelism; its broadcast does.
-ADOPTING[ADOPTING.index(("tp-fsdp", RESHARD, False))] = ("tp-two-lines", RESHARD, False)
-
-
-@pytest.fixture(scope="module")
-def adopted(ranks: RankPool, plain: Plain) -> Callable[[str, bool], list[Any]]:
-    """What each rank of a topology made of whole state dicts, both ways in one call."""
-
-    @cache
-    def by_rank(name: str, keep: bool) -> list[Any]:
-        ways = [way for other, kept, way in ADOPTING if (other, kept) == (name, keep)] or [True]
-        return ranks(world_of(name), adopt, name, keep, plain.weights(), plain.state(), ways)
-
-    return by_rank
-
-
-@pytest.mark.pitfall("P28", "P33")
-@pytest.mark.parametrize(
-    ("name", "keep", "from_rank0"),
-    [
-        *(pytest.param(*case, marks=[] if case[0] == "1d" else pytest.mark.slow) for case in ADOPTING),
-        *(pytest.param(name, KEEP, True, marks=pytest.mark.slow) for name in OTHERS),
-    ],
-)
-def test_full_state_dicts_load(
-    adopted: Any, plain: Plain, uninterrupted: dict[str, Tensor], name: str, keep: bool, from_rank0: bool
-) -> None:
-    weights, state = plain.weights(), plain.state()
-    results = [of_rank[from_rank0] for of_rank in adopted(name, keep)]
-    for found, found_state, _ in results:
-        assert_same_tensors(found, weights)
-        assert_same_tensors(found_state, tensors_of(state))
-    trained = [after for _, _, after in results]
-    assert_same_bits(trained)
-    assert_equal_weights(trained[0], uninterrupted)
-
-
-# -- plain state dicts of torch.optim.Muon -------------------------------------------------------------------------
-
-
-def exchange_momentum(
-    _rank: int, _world: int, name: str, weights: dict[str, Tensor], muon: dict[str, Any]
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """One step on from torch's momentum: weights, and momentum in torch's order."""
-    run = start(name, seed=4)
-    set_model_state_dict(run.model, dict(weights), options=FULL)
-    matrices = [p for p in run.model.parameters() if isinstance(p, OwnedTensor)]
-    optimizer = dmuon.Muon(matrices, lr=1.0)
-    optimizer.load_state_dict(muon)
-    run.backward(SAVED)
-    optimizer.step()
-    state = optimizer.state_dict()["state"]
-    momenta = [state[i]["momentum_buffer"].full_tensor() for i in range(len(matrices))]
-    return {n: t for n, t in full_state(run.model).items() if is_matrix(n)}, momenta
-
-
-@pytest.mark.pitfall("P33")
-@pytest.mark.parametrize(
-    "name",
-    ["tp-two-lines", "1d-3-two-lines", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "tp"))],
-)
-def test_momentum_of_torch_muon_loads_and_goes_back(ranks: RankPool, plain: Plain, name: str) -> None:
-    stock = Plain(SAVED)
-    given = copy.deepcopy((stock.weights(), stock.reference.muon.state_dict()))
-    results = ranks(world_of(name), exchange_momentum, name, *given)
-    stock.reference.zero_grad()
-    loss_of(stock.model, *batch(SAVED)).backward()
-    stock.reference.step()
-    expected = {n: t for n, t in stock.weights().items() if is_matrix(n)}
-    state = stock.reference.muon.state_dict()
-    momenta = {str(i): values["momentum_buffer"].clone() for i, values in state["state"].items()}
-    for weights, found in results:
-        assert_equal_weights(weights, expected)
-        assert_equal_weights({str(i): momentum for i, momentum in enumerate(found)}, momenta)
-    for index, momentum in enumerate(results[0][1]):
-        state["state"][index]["momentum_buffer"] = momentum
-    stock.reference.muon.load_state_dict(state)
-    stock.train(range(SAVED + 1, TOTAL))
-    assert_equal_weights(stock.weights(), reference_weights(TOTAL))
-
-
-# -- saving while training goes on ---------------------------------------------------------------------------------
-
-
-def save_behind(rank: int, _world: int, path: str, name: str) -> dict[str, Tensor]:
-    run = start(name)
-    run.train(range(SAVED))
-    weights, state = get_state_dict(run.model, run.optimizer)
-    # Not the default group: its collectives would interleave with those of FSDP2 in the training thread.
-    group = dist.new_group(backend="gloo")
-    saving = dcp.async_save({"model": weights, "optimizer": state}, checkpoint_id=path, process_group=group)
-    run.train(range(SAVED, TOTAL))
-    assert not isinstance(saving, dcp.state_dict_saver.AsyncSaveResponse)
-    saving.result()
-    trained = full_state(run.model)
-    again = start(name, seed=50 + rank)
-    load(again, path)
-    assert_equal_weights(full_state(again.model), reference_weights(SAVED))
-    again.train(range(SAVED, TOTAL))
-    assert_same_tensors(full_state(again.model), trained)
-    return trained
-
-
-@pytest.mark.pitfall("P29", "P30")
-@pytest.mark.parametrize("name", ["1d", pytest.param("hsdp", marks=pytest.mark.slow)])
-def test_async_save_holds_the_moment_of_the_call(
-    ranks: RankPool, tmp_path: Path, uninterrupted: dict[str, Tensor], name: str
-) -> None:
-    for weights in ranks(world_of(name), save_behind, str(tmp_path), name):
-        assert_equal_weights(weights, uninterrupted)
-
 
 # -- mixed precision -----------------------------------------------------------------------------------------------
 
@@ -486,6 +198,7 @@ def test_fault_of_rank_0_raises_on_all(ranks: RankPool) -> None:
             assert isinstance(raised[fault], kind) and NAMED[fault] in str(raised[fault]), (fault, raised[fault])
 
 
+RESHARD, KEEP = False, True
 WAYS = ("everywhere", "from-rank-0", "submodule")
 
 
@@ -530,35 +243,3 @@ def test_partial_load_changes_that_part_and_the_next_forward(ranks: RankPool, na
         model.load_state_dict(weights)
         with torch.no_grad():
             torch.testing.assert_close(output, model(batch(1)[0]), rtol=1e-5, atol=1e-6)
-
-
-def count_exchanges(rank: int, world: int) -> dict[str, int]:
-    model = build(seed=rank)
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = checkpoint_wrapper(block)
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
-    calls: list[None] = []
-
-    def counted(*args: Any) -> list[Any]:
-        calls.append(None)
-        return differences(*args)
-
-    counts = {}
-    differences, state_dict.differences = state_dict.differences, counted
-    try:
-        for what, module in ("model", model), ("block", model.blocks[0]):
-            calls.clear()
-            weights = build(seed=1).state_dict()
-            if module is not model:
-                weights = {n.removeprefix("blocks.0."): t for n, t in weights.items() if n.startswith("blocks.0.")}
-            module.load_state_dict(weights)
-            counts[what] = len(calls)
-    finally:
-        state_dict.differences = differences
-    assert_same_tensors(full_state(model), dict(build(seed=1).state_dict()))
-    return counts
-
-
-def test_ranks_compare_what_they_load_once(ranks: RankPool) -> None:
-    """Also where wrappers rename keys; below the model every module that holds an owned matrix compares on its own."""
-    assert ranks(2, count_exchanges) == [{"model": 1, "block": 3}] * 2

@@ -1,6 +1,6 @@
 """Options of communication bound what they name: buffers ahead, reductions under way, and bytes that travel together.
 
-Results are the same with any of them (``test_trajectory.py``), so nothing but the order of collectives can tell.
+Results are the same with any of them (``tests/parity/``), so nothing but the order of collectives can tell.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a load compares between ranks, what a state dict keeps in memory, and rounds of summoned weights."""
+"""What a load compares between ranks, and what a state dict keeps in memory."""
 
 from __future__ import annotations
 

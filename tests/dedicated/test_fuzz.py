@@ -28,16 +28,12 @@ def test_random_actions_never_diverge(ranks: RankPool, tmp_path: Path, actions: 
 
 OTHERS = [
     (1, "1d-keep"),
-    (2, "1d-no-prefetch"),
     (2, "tp"),
-    (3, "ddp"),
     (3, "1d-overlap"),
     (3, "1d-merged"),
-    (3, "two-lines-reshard"),
     (4, "hsdp-reshard"),
     (4, "hsdp-two-lines"),
     (4, "tp-two-lines"),
-    (4, "tp-ddp"),
 ]
 
 

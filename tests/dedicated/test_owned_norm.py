@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.platform.torch_private import local_tensor
 
 TOLERANCE = 2e-6
+foreach_norm = torch._foreach_norm  # what torch's own clipping calls
 
 
 def laid_out(name: str) -> tuple[Laid, Network]:
@@ -64,16 +66,16 @@ def test_norms_that_a_program_logs_are_those_of_one_process(rank: int, world: in
                 "Frobenius": lambda t: t.norm("fro").item(),
                 "fp64": lambda t: torch.linalg.vector_norm(t, dtype=torch.float64).item(),
                 "count": lambda t: torch.linalg.vector_norm(t, 0).item(),
-                "foreach": lambda t: float(torch._foreach_norm([t.detach()], 1)[0]),
+                "foreach": lambda t: float(foreach_norm([t.detach()], 1)[0]),
                 "comparison": lambda t: bool(t.norm() > 0),
             }
             for name, read in reads.items():
                 assert read(mine) == pytest.approx(read(other), rel=TOLERANCE), name
-            for norm in (mine.norm(), torch._foreach_norm([mine])[0]):
+            for norm in (mine.norm(), foreach_norm([mine])[0]):
                 assert norm.redistribute(placements=[Replicate()]).to_local().item() == norm.full_tensor().item()
                 assert norm.to_local().item() == pytest.approx(other.norm().item(), rel=TOLERANCE)
         mine = owned.grad.to_local()
-        assert type(mine) is Tensor and torch.equal(mine, owned.grad._local_tensor)
+        assert type(mine) is Tensor and torch.equal(mine, local_tensor(owned.grad))
         with pytest.raises(CheckpointException, match=r"saving of .* would return wrong data"):
             dcp.save({"gradient": owned.grad}, storage_writer=mock.Mock())
     kept = io.BytesIO()
@@ -108,7 +110,7 @@ def test_numbers_of_owned_tensors_are_those_of_the_whole(rank: int, world: int, 
         assert isinstance(owned.grad, OwnedTensor) and whole.grad is not None
         if spoilt is not None:
             whole.grad[0, 0] = spoilt
-            local = owned.grad._local_tensor
+            local = local_tensor(owned.grad)
             if local.numel() and (layout != "tp" or owned.placements[-1].is_replicate() or rank == 0):
                 local[0, 0] = spoilt
         for mine, other in ((owned.grad, whole.grad), (owned.detach(), whole.detach())):
@@ -138,7 +140,7 @@ def test_a_norm_in_a_loss_has_the_gradient_of_one_process(rank: int, world: int)
     for owned, whole in owned_pairs(laid, single):
         assert isinstance(owned.grad, OwnedTensor) and whole.grad is not None
         if owned.owner == rank:
-            assert_close(owned.grad._local_tensor, whole.grad, owned.fqn)
+            assert_close(local_tensor(owned.grad), whole.grad, owned.fqn)
     optimizer.step()
     assert all(tensor.isfinite().all() for tensor in full_state(laid.network).values())
 
@@ -149,7 +151,7 @@ def test_a_rank_that_takes_a_norm_alone_waits_for_nobody(rank: int, world: int) 
     laid, _ = laid_out("1d")
     if rank == 0:
         weight = laid.network.blocks[0].up.weight
-        taken = [weight.norm(), weight.norm(math.inf), weight.grad.norm(), *torch._foreach_norm([weight.grad], 2.0)]
+        taken = [weight.norm(), weight.norm(math.inf), weight.grad.norm(), *foreach_norm([weight.grad], 2.0)]
         assert all("not joined yet" in repr(norm.detach()) for norm in taken)
 
 
@@ -183,18 +185,16 @@ def test_lists_of_all_kinds_are_scaled_added_and_cleared_in_one_call(rank: int, 
     def norms(tensors: list[Any]) -> list[float]:
         return [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in tensors]
 
-    for operate in (
-        lambda all_: torch._foreach_mul_(all_, torch.tensor(0.5)),
-        lambda all_: torch._foreach_div_(all_, 3.0),
-        lambda all_: torch._foreach_add_(all_, torch._foreach_mul(all_, 2.0)),
-        lambda all_: torch._foreach_clamp_max_(all_, 1e-3),
-        lambda all_: torch._foreach_addcmul_(all_, all_, all_, 0.5),
-    ):
-        operate(grads)
-        operate(wholes)
-        assert norms(torch._foreach_norm(grads)) == pytest.approx(norms(torch._foreach_norm(wholes)), rel=TOLERANCE)
+    same = "the same list"
+    for name, *operands in (
+        ("mul_", torch.tensor(0.5)), ("div_", 3.0), ("add_", same), ("clamp_max_", 1e-3), ("addcmul_", same, same, 0.5)
+    ):  # fmt: skip
+        for tensors in (grads, wholes):
+            operate = getattr(torch, f"_foreach_{name}")
+            operate(tensors, *(tensors if operand is same else operand for operand in operands))
+        assert norms(foreach_norm(grads)) == pytest.approx(norms(foreach_norm(wholes)), rel=TOLERANCE), name
     with pytest.raises(RuntimeError, match="laid out otherwise; lay both out alike"):
         torch._foreach_add_([owned, *grads], [grads[-1], *grads])
     torch._foreach_zero_(grads)
-    assert norms(torch._foreach_norm(grads)) == [0.0] * len(grads)
+    assert norms(foreach_norm(grads)) == [0.0] * len(grads)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Unusual programs on every topology and with every option of communication equal a single process."""
+"""Parameters that only some ranks use, and compiled blocks, as in a single process; other programs in tests/parity/."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from harness.assertions import about, assert_equal_weights, assert_same_bits
-from harness.network import Block, Size, full_state, loss_of
-from harness.oracle import Reference, reference_weights
+from harness.assertions import assert_equal_weights
+from harness.network import full_state, loss_of
+from harness.oracle import Reference
 from harness.pool import RankPool
-from harness.topologies import LAYOUTS, Laid, lay, runtime_of
+from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import WIDTH, batch, build
-from programs.unusual import PROGRAMS, Optional, Program, accumulate
+from programs.unusual import Optional, accumulate
 from torch import Tensor
 
 import dmuon
@@ -33,60 +32,6 @@ def train(laid: Laid, optimizer: dmuon.Muon, steps: int = 3) -> None:
         optimizer.zero_grad()
         laid.backward(step)
         optimizer.step()
-
-
-# -- training loops -----------------------------------------------------------------------------------------------
-
-Mode = tuple[str, bool, Options]
-MODES: dict[tuple[int, bool], list[Mode]] = {  # by ranks, and whether there is no FSDP2
-    (2, True): [("1d-two-lines", False, {}), ("1d-two-lines", True, {}), ("ddp-2", False, {})],
-    (2, False): [("1d", False, {}), ("1d", True, {}), ("1d-two-lines", False, {}), ("1d-two-lines", True, {})],
-    (4, True): [
-        ("hsdp-two-lines", False, {}),
-        ("hsdp-two-lines", True, {"transport": "single"}),
-        ("hsdp-two-lines", False, {"merge_bytes": MERGED, "prefetch": 2, "outstanding_reductions": 4}),
-        ("ddp-4", False, {"merge_bytes": MERGED}),
-    ],
-    (4, False): [
-        ("hsdp", False, {}),
-        ("hsdp-two-lines", False, {"merge_bytes": MERGED, "prefetch": 2, "outstanding_reductions": 4}),
-        ("ddp-4", False, {"merge_bytes": MERGED}),
-    ],
-}
-
-
-def run_program(_rank: int, _world: int, program: Program, modes: list[Mode]) -> list[dict[str, Tensor]]:
-    found = []
-    for name, keep, comm in modes:
-        laid, optimizer = laid_out(name, program.make(), comm, keep)
-        program.loop(laid.model, optimizer, laid.loss)
-        found.append(full_state(laid.model))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("program", "world"),
-    [
-        pytest.param(
-            program,
-            world,
-            id=f"{program}-{world}",
-            marks=[pytest.mark.pitfall(*program.pitfalls), *([] if quick else [pytest.mark.slow])],
-        )
-        for program in PROGRAMS
-        for world, quick in program.worlds.items()
-    ],
-)
-def test_training_loops_equal_single_process(ranks: RankPool, program: Program, world: int) -> None:
-    modes = MODES[world, program.alone]
-    results = ranks(world, run_program, program, modes, timeout=100)
-    model = program.make()
-    program.loop(model, Reference(model), lambda step: loss_of(model, *batch(step)))
-    expected = {n: p.detach() for n, p in model.state_dict().items()}
-    for mode, *found in zip(modes, *results, strict=True):
-        with about(mode):
-            assert_same_bits(found)
-            assert_equal_weights(found[0], expected)
 
 
 # -- ranks that differ --------------------------------------------------------------------------------------------
@@ -203,35 +148,3 @@ def test_compiled_blocks_are_exact_and_compile_once(ranks: RankPool, name: str, 
         optimizer.step()
     for weights in ranks(LAYOUTS[name].world, run_compiled, name, afterwards, timeout=110):
         assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
-
-
-# -- two dtypes in one block --------------------------------------------------------------------------------------
-
-
-class TwoDtypes(Block):
-    def __init__(self, size: Size) -> None:
-        super().__init__(size)
-        self.mix.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mix(x.double()).float() + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def run_two_dtypes(_rank: int, _world: int, name: str, comm: Options) -> dict[str, Tensor]:
-    laid, optimizer = laid_out(name, build(block=TwoDtypes), comm)
-    train(laid, optimizer)
-    dtypes = {e.fqn: (e.full.dtype, e.master.dtype) for e in runtime_of(laid.model).matrices()}
-    for fqn, found in dtypes.items():
-        wanted = torch.float64 if fqn.endswith("mix.weight") else torch.float32
-        assert found == (wanted, wanted), fqn
-    return full_state(laid.model)
-
-
-@pytest.mark.parametrize(
-    ("name", "comm"),
-    [("hsdp-two-lines", {}), ("ddp-2", {"merge_bytes": MERGED}), ("1d-two-lines", {"merge_bytes": MERGED})],
-)
-def test_two_dtypes_in_one_block(ranks: RankPool, name: str, comm: Options) -> None:
-    expected = reference_weights(3, block=TwoDtypes)
-    for weights in ranks(LAYOUTS[name].world, run_two_dtypes, name, comm):
-        assert_equal_weights(weights, expected)

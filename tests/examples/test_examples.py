@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.launched import launch
+from harness.jobs import run_file
 from harness.limits import PROGRAM_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +25,9 @@ def started(example: Path, folder: Path) -> str:
     assert said is not None, f"{example.name} does not say how it is started"
     ranks = re.fullmatch(r" --standalone --nproc-per-node (\d+)", said[2])
     if ranks is not None and example.stem not in AS_SAID:
-        ended = launch(example, int(ranks[1]), folder, PROGRAM_SECONDS)
-        assert all(code == 0 for code, _ in ended), "\n".join(f"--- {code}\n{text[-3000:]}" for code, text in ended)
-        return "\n".join(text for _, text in ended)
+        ended = run_file(example, int(ranks[1]), folder, PROGRAM_SECONDS)
+        assert all(end.code == 0 for end in ended), "\n".join(f"--- {end.code}\n{end.text[-3000:]}" for end in ended)
+        return "\n".join(end.text for end in ended)
     program = [sys.executable] if said[1] == "python" else [sys.executable, "-m", "torch.distributed.run"]
     command = [*program, *said[2].split(), str(example)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PROGRAM_SECONDS)

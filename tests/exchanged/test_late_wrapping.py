@@ -1,4 +1,4 @@
-"""DDP and FSDP2 in any order with the optimizer: matrices have one owner each, from the first step on."""
+"""An optimizer beside DDP that was not given the wrapper, and what is told and cut when a model is wrapped late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from harness.network import Network, full_state, is_matrix
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, build, train
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -39,11 +38,6 @@ def optimizer_then_ddp(model: Network) -> Built:
     return DistributedDataParallel(model), optimizer
 
 
-def groups_then_ddp(model: Network) -> Built:
-    optimizer = dmuon.Muon(groups(model), **OPTIONS)
-    return DistributedDataParallel(model), optimizer
-
-
 def ddp_then_inner(model: Network) -> Built:
     wrapped = DistributedDataParallel(model)
     return wrapped, dmuon.Muon(model, **OPTIONS)
@@ -52,21 +46,6 @@ def ddp_then_inner(model: Network) -> Built:
 def ddp_then_groups(model: Network) -> Built:
     wrapped = DistributedDataParallel(model)
     return wrapped, dmuon.Muon(groups(wrapped.module), **OPTIONS)
-
-
-def optimizer_then_replicate(model: Network) -> Built:
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    return replicate(model), optimizer
-
-
-def optimizer_then_fully_shard(model: Network) -> Built:
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    return shard(model), optimizer
-
-
-def groups_then_fully_shard(model: Network) -> Built:
-    optimizer = dmuon.Muon(groups(model), **OPTIONS)
-    return shard(model), optimizer
 
 
 def shard(model: Network) -> Network:
@@ -79,12 +58,8 @@ def shard(model: Network) -> Network:
 
 ORDERS: list[Callable[[Network], Built]] = [
     optimizer_then_ddp,
-    groups_then_ddp,
     ddp_then_inner,
     ddp_then_groups,
-    optimizer_then_replicate,
-    optimizer_then_fully_shard,
-    groups_then_fully_shard,
 ]
 
 

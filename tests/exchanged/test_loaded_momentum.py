@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn as nn
-from harness.exchanged_runs import MOMENTUM, Experts, by_dtensors, momenta, start, world_of
+from harness.checkpoints import MOMENTUM, Experts, by_dtensors, start, world_of
 from harness.on_ranks import attempt, on_ranks
 from harness.pool import Outcome, RankPool
 from harness.toy import OPTIONS
@@ -105,10 +105,10 @@ def test_momentum_that_no_rank_has_is_zero(rank: int, world: int) -> None:
     run = start("fsdp2-2")
     run.train(range(2))
     state = run.optimizer.state_dict()
-    before = {n: local_tensor(m).clone() for n, m in momenta(run).items()}
+    before = {n: local_tensor(m).clone() for n, m in run.shown().items()}
     del state["state"][4]
     run.optimizer.load_state_dict(state)
-    for name, momentum in momenta(run).items():
+    for name, momentum in run.shown().items():
         expected = torch.zeros_like(before[name]) if name == "blocks.1.up.weight" else before[name]
         assert torch.equal(local_tensor(momentum), expected), name
 
@@ -136,5 +136,5 @@ def test_momentum_of_another_mesh_loads_where_a_rank_holds_nothing(rank: int, wo
     for i, momentum in enumerate(Experts.noise(7)):
         state["state"][i][MOMENTUM] = distribute_tensor(momentum, other, [Shard(1)])
     run.optimizer.load_state_dict(state)
-    for found, given in zip(momenta(run).values(), Experts.noise(7), strict=True):
+    for found, given in zip(run.shown().values(), Experts.noise(7), strict=True):
         assert torch.equal(found.full_tensor(), given)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
@@ -17,23 +18,25 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 import dmuon
 from dmuon.platform.torch_private import local_tensor
-from harness.network import loss_of
-from harness.oracle import Reference
+from harness.dtensors import functions_of_whole_tensors
+from harness.network import is_matrix, loss_of
+from harness.oracle import Reference, Twin, reference_weights
 from harness.topologies import LAYOUTS, lay
 from harness.toy import OPTIONS, batch, build
 
 SINGLE = "single"  # dmuon.Muon in one process, nothing dedicated
 SAVED, TOTAL = 3, 5  # steps before the checkpoint, and in all
+MOMENTUM = "momentum_buffer"
+MATRICES = {n for n, _ in build().named_parameters() if is_matrix(n)}
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
-def world_of(name: str) -> int:
-    return 1 if name == SINGLE else LAYOUTS[name].world
 
 
 @dataclass
@@ -43,7 +46,13 @@ class Run:
     model: nn.Module
     optimizer: dmuon.Muon
     part: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
+    config: dmuon.DistributedConfig | None = None
     autocast: bool = False
+
+    @property
+    def inner(self) -> Any:
+        """The model without DDP's wrapper."""
+        return getattr(self.model, "module", self.model)
 
     def backward(self, step: int) -> None:
         self.optimizer.zero_grad()
@@ -65,36 +74,122 @@ class Run:
             found |= {f"{name}.{key}": value for key, value in self.optimizer.state[param].items()}
         return {name: local_tensor(tensor).detach().clone() for name, tensor in found.items()}
 
+    def shown(self) -> dict[str, Tensor]:
+        """The momentum that ``optimizer.state`` shows, by parameter."""
+        state = {n: self.optimizer.state[p] for n, p in self.inner.named_parameters()}
+        return {name: values[MOMENTUM] for name, values in state.items() if MOMENTUM in values}
+
     def momenta(self) -> dict[str, Tensor]:
         """What this rank holds of momentum, by parameter."""
-        suffix = ".momentum_buffer"
-        return {n.removesuffix(suffix): t for n, t in self.local_tensors().items() if n.endswith(suffix)}
+        return {name: local_tensor(momentum).detach().clone() for name, momentum in self.shown().items()}
 
 
-def start(
-    name: str, seed: int = 0, keep: bool = False, model: Any = None, lr: float | None = None, **options: Any
-) -> Run:
-    """A toy, or ``model``, on the layout ``name``; ``options`` are those of :func:`harness.topologies.lay`."""
-    model = build(seed=seed) if model is None else model
-    muon = OPTIONS if lr is None else {**OPTIONS, "lr": lr}
-    if name == SINGLE:
-        return Run(model, dmuon.Muon(model, **muon), lambda tensors: tensors)
-    laid = lay(name, model, keep=keep, **options)
-    return Run(laid.model, laid.optimizer(**muon), laid.mine)
+class Experts(nn.Module):
+    """Two stacks and a matrix, cut alike, with gradients that only the step decides."""
+
+    SHAPES = ((4, 6, 10), (5, 9, 4), (7, 11))
+
+    def __init__(self, placement: Placement | None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.mesh = None if placement is None else init_device_mesh("cpu", (dist.get_world_size(),))
+        self.placement = placement
+        self.weights = nn.ParameterList(self.lay(1.0 + t.to(dtype)) for t in self.noise(99))
+
+    @classmethod
+    def noise(cls, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(shape, generator=generator) for shape in cls.SHAPES]
+
+    def lay(self, tensor: Tensor) -> Tensor:
+        return tensor if self.mesh is None else distribute_tensor(tensor, self.mesh, [self.placement])
 
 
-def save(_rank: int, _world: int, path: str, name: str, keep: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint after ``SAVED`` steps; whole weights and state, which rank 0 alone gets. Saving changes nothing."""
-    run = start(name, keep=keep)
-    run.train(range(SAVED))
-    before = run.local_tensors()
-    assert any(key.endswith(".grad") for key in before)
-    weights, state = get_state_dict(run.model, run.optimizer)
+class RunOfExperts(Run):
+    def backward(self, step: int) -> None:
+        for weight, grad in zip(self.model.weights, self.model.noise(step), strict=True):
+            weight.grad = self.model.lay(grad.to(weight.dtype))
+
+
+PLACEMENTS: dict[str, tuple[int, Placement | None]] = {
+    "experts alone": (1, None),
+    "experts on 3": (3, Shard(0)),  # the last rank holds none of the first stack
+    "rows on 2": (2, Shard(1)),
+    "copies on 2": (2, Replicate()),
+}
+
+
+def by_functions() -> dmuon.DistributedConfig:
+    def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, int]:
+        return {i: i % dist.get_world_size() for i in range(len(params))}
+
+    return dmuon.DistributedConfig(assign, *functions_of_whole_tensors(), state={}, prefetch_count=0)
+
+
+def by_dtensors() -> dmuon.DistributedConfig:
+    return dmuon.create_dtensor_config(costs="flops")
+
+
+def world_of(name: str) -> int:
+    where = name.partition(", ")[0]
+    if where in PLACEMENTS:
+        return PLACEMENTS[where][0]
+    return 1 if where == SINGLE else LAYOUTS[where].world
+
+
+def is_exchanged(name: str) -> bool:
+    where = name.partition(", ")[0]
+    return where in PLACEMENTS or (where != SINGLE and not LAYOUTS[where].dedicated)
+
+
+def start(name: str, seed: int = 0, model: Any = None, lr: float = OPTIONS["lr"], **options: Any) -> Run:
+    """A toy, or ``model``, on a layout, or placements of experts; behind a comma of ``name`` stands what is special.
+
+    Args:
+        options: of :func:`harness.topologies.lay`.
+    """
+    where, _, kind = name.partition(", ")
+    muon = {**OPTIONS, "lr": lr}
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    if where in PLACEMENTS:
+        experts = Experts(PLACEMENTS[where][1], dtype)
+        config = None if experts.mesh is None else by_functions() if kind == "functions" else by_dtensors()
+        groups = [{"params": list(experts.parameters()), "use_muon": True}]
+        return RunOfExperts(experts, dmuon.Muon(groups, **muon, distributed_config=config), lambda part: part, config)
+    model = build(seed=seed).to(dtype) if model is None else model
+    if where == SINGLE:
+        whole, config, mine = model, None, lambda part: part
+    else:
+        laid = lay(where, model, keep=kind == "keep" or options.pop("keep", False), **options)
+        whole, config, mine = laid.model, laid.config, laid.mine
+    given: Any = whole
+    if kind == "both":  # Muon takes embedding and head, too, which FSDP2 shards where dmuon owns the blocks
+        given = [
+            {"params": [p for p in model.parameters() if p.ndim == 2], "use_muon": True},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "use_muon": False, "weight_decay": 0.0},
+        ]
+        config = None if where == SINGLE else by_dtensors()
+    return Run(whole, dmuon.Muon(given, **muon, distributed_config=config), mine, config)
+
+
+def expected_weights(name: str) -> dict[str, Tensor]:
+    """Of ``torch.optim.Muon`` in one process, after all steps."""
+    where, _, kind = name.partition(", ")
+    if where in PLACEMENTS:
+        twin = Twin([1.0 + t for t in Experts.noise(99)])
+        for step in range(TOTAL):
+            twin.step(Experts.noise(step))
+        return {f"weights.{i}": t.reshape(Experts.SHAPES[i]) for i, t in enumerate(twin.weights())}
+    return reference_weights(TOTAL, matrix=is_2d if kind == "both" else is_matrix)
+
+
+def is_2d(name: str) -> bool:
+    return is_matrix(name) or name in ("embed.weight", "head.weight")
+
+
+def save(run: Run, path: str, flat: bool = False) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, state = get_state_dict(run.model, run.optimizer, options=options)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    weights, state = get_state_dict(run.model, run.optimizer, options=FULL_ON_RANK_0)
-    after = run.local_tensors()
-    assert before.keys() == after.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    return dict(weights), dict(state)
 
 
 def load(run: Run, path: str, flat: bool = False) -> None:

@@ -156,10 +156,6 @@ class RankPool:
             worker.log.unlink(missing_ok=True)
         self.workers.clear()
 
-    def pids(self) -> list[int]:
-        """The process ids of the live workers, by rank."""
-        return [worker.process.pid for worker in self.workers]
-
     def run(
         self,
         world: int,

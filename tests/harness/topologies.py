@@ -184,7 +184,7 @@ def _lay(
     if grid.dedicated:
         dmuon.dedicate_params(model, along, reshard_after_forward=not keep, **dedication)
     if grid.fsdp:
-        for block in model.blocks:
+        for block in getattr(model, "blocks", ()):
             dmuon.fully_shard(block, mesh=along, reshard_after_forward=not keep, **sharding)
         dmuon.fully_shard(model, mesh=along, **sharding)
     part, parts = 0, 1

@@ -148,20 +148,20 @@ class _Groups:
     def __init__(self) -> None:
         self.environments: dict[int, _Environment] = {}
         self.current: _Environment | None = None
-        self._number = 0
-        self._init_device_mesh = device_mesh.init_device_mesh
-        self._init = DeviceMesh.__init__
+        self.number = 0
+        self.init_device_mesh = device_mesh.init_device_mesh
+        self.init = DeviceMesh.__init__
         device_mesh.init_device_mesh = dist.init_device_mesh = self.kept_mesh  # type: ignore[assignment, attr-defined]
         groups = self
 
         def init(mesh: DeviceMesh, *args: Any, _root_mesh: DeviceMesh | None = None, **kwargs: Any) -> None:
-            groups._init(mesh, *args, _root_mesh=_root_mesh, **kwargs)
-            mesh._thread_id = groups._number if _root_mesh is None else _root_mesh._thread_id  # what equality compares
+            groups.init(mesh, *args, _root_mesh=_root_mesh, **kwargs)
+            mesh._thread_id = groups.number if _root_mesh is None else _root_mesh._thread_id  # what equality compares
 
         DeviceMesh.__init__ = init  # type: ignore[method-assign]
 
     def enter(self, rank: int, call: Call) -> None:
-        self._number = call.number
+        self.number = call.number
         for world, environment in list(self.environments.items()):
             if call.alone or (world == call.world and environment.generation != call.generation):
                 environment.end()
@@ -197,7 +197,7 @@ class _Groups:
         self, device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names: Any = None, **options: Any
     ) -> DeviceMesh:
         def make() -> DeviceMesh:
-            return self._init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, **options)
+            return self.init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, **options)
 
         if self.current is None or options or c10d._world.default_pg is not self.current.default:
             return make()

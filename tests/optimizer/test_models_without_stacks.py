@@ -16,16 +16,11 @@ from harness.small_models import CASES, batch, build, computed_by_hand, loss_of
 from harness.toy import OPTIONS
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.model.blocks import canonical_fqn
 
 STEPS = 3
-RECURRENT = "behind a recurrent layer"  # which keeps references to its weights, so that FSDP2 does not take it
 QUICK = ["layers that are attributes", "tied layers"]
-OTHERS = [name for name in CASES if name not in QUICK]
-NAMES = pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])
 
 
 def train(model: nn.Module, optimizer: dmuon.Muon | Reference, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
@@ -47,50 +42,6 @@ def expected(name: str) -> dict[str, Tensor]:
 def test_one_process_equals_torch_on_models_without_stacks(name: str) -> None:
     model = build(name)
     assert_equal_weights(train(model, dmuon.Muon(model, **OPTIONS)), expected(name))
-
-
-@NAMES
-@on_ranks(2)
-def test_dedicated_models_without_stacks_equal_a_single_process(rank: int, world: int, names: list[str]) -> None:
-    for name, (dim, rest_sharded) in product(names, (("shard", False), ("shard", True), ("replicate", False))):
-        if rest_sharded and name == RECURRENT:
-            continue
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(dim,))
-        model = build(name)
-        plan = dmuon.dedicate_params(model, mesh, costs="flops")
-        if rest_sharded:
-            dmuon.fully_shard(model, mesh=mesh)
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        with about((name, dim, rest_sharded)):
-            assert len(plan.matrices) == len(CASES[name].hidden)
-            assert_equal_weights(train(model, optimizer, rank, world), expected(name))
-
-
-@NAMES
-@on_ranks(2)
-def test_sharded_models_without_stacks_equal_a_single_process(rank: int, world: int, names: list[str]) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    for name in names:
-        if name == RECURRENT:
-            continue
-        model = build(name)
-        fully_shard(model, mesh=mesh)
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        with about(name):
-            assert_equal_weights(train(model, optimizer, rank, world), expected(name))
-            assert len(optimizer.exchanged()) == len(CASES[name].hidden)
-
-
-@NAMES
-@on_ranks(2)
-def test_models_without_stacks_under_ddp_equal_a_single_process(rank: int, world: int, names: list[str]) -> None:
-    for name in names:
-        model = nn.parallel.DistributedDataParallel(build(name))
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        train(model, optimizer, rank, world)
-        with about(name):
-            assert_equal_weights(full_state(model.module), expected(name))
-            assert len(optimizer.exchanged()) == len(CASES[name].hidden)
 
 
 @on_ranks(2)
@@ -154,7 +105,7 @@ def test_compiled_models_and_layers_are_dedicated_as_others(rank: int, world: in
         train(model, optimizer, rank, world)
         with torch.no_grad():
             model(batch(0))
-        found = {canonical_fqn(key): tensor for key, tensor in full_state(model).items()}
+        found = {key.replace("_orig_mod.", ""): tensor for key, tensor in full_state(model).items()}
         with about((name, wrap.__name__)):
             assert_equal_weights(found, expected(name))
 

@@ -1,9 +1,8 @@
-"""Options of groups: refused where they cannot be meant, wherever they come from, and described for other ranks."""
+"""Options of groups: refused where they cannot be meant, wherever they come from, and mixed precision."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from typing import Any
 
@@ -17,7 +16,7 @@ from harness.toy import OPTIONS, build, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmuon
-from dmuon.optimizer.options import check_options, describe
+from dmuon.optimizer.options import check_options
 from dmuon.optimizer.state import loading_fault
 
 NONSENSE = [
@@ -122,36 +121,7 @@ def test_numbers_of_other_libraries_are_numbers(lr: Any) -> None:
     assert_equal_weights(weights(model), weights(expected), 1e-6)
 
 
-# -- descriptions --------------------------------------------------------------------------------------------------
-
-
-def by_shape(shape: tuple[int, int], factor: float = 1.0) -> float:
-    return factor * max(shape) ** 0.5
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        ("lr", 0.1, math.nextafter(0.1, 1.0)),
-        ("lr", 0.1, torch.tensor(0.1)),
-        ("ns_steps", 5, 4),
-        ("ns_dtype", None, torch.float32),
-        ("ns_coefficients", "you", "classic"),
-        ("adjust_lr_fn", functools.partial(by_shape, factor=1.0), functools.partial(by_shape, factor=2.0)),
-        ("adjust_lr_fn", by_shape, "original"),
-        ("nesterov", True, False),
-        ("adamw_betas", (0.0, 0.95), (math.nextafter(0.0, 1.0), 0.95)),
-    ],
-    ids=["lr", "lr in fp32", "ns_steps", "ns_dtype", "ns_coefficients", "partial", "adjust_lr_fn", "nesterov", "betas"],
-)
-def test_a_description_tells_values_apart(name: str, first: Any, second: Any) -> None:
-    descriptions = []
-    for value in (first, second):
-        optimizer = dmuon.Muon(build(), **{**OPTIONS, name: value})
-        described = [*map(describe, optimizer.param_groups)]
-        assert described == [*map(describe, copy.deepcopy(optimizer).param_groups)]
-        descriptions.append(described)
-    assert descriptions[0] != descriptions[1]
+# -- mixed precision -----------------------------------------------------------------------------------------------
 
 
 def test_mixed_is_saved_loaded_and_edited_like_other_dtypes() -> None:

@@ -74,11 +74,8 @@ def compare(_rank: int, _world: int, name: str, keep: bool, micro: int, muon: An
 
 OVERLAP = {"overlap_backward": True}
 CASES = {
-    **{
-        f"{name} {'overlap' if muon else 'after backward'}": (name, False, 1, muon, {})
-        for name in ("1d-1", "1d", "1d-two-lines", "ddp-2", "hsdp", "tp-fsdp")
-        for muon in ({}, OVERLAP)
-    },
+    **{f"{name} overlap": (name, False, 1, OVERLAP, {}) for name in ("1d", "ddp-2", "hsdp", "tp-fsdp")},
+    **{f"{name} after backward": (name, False, 1, {}, {}) for name in ("1d-1", "1d-two-lines", "hsdp")},
     **{f"{name}": (name, False, 1, {}, {}) for name in ("fsdp2-1", "fsdp2-2", "fsdp2-hsdp", "fsdp2-tp", "ddp")},
     "whole weights stay": ("1d-two-lines", True, 1, OVERLAP, {}),
     "accumulation": ("hsdp-two-lines", False, 2, OVERLAP, {}),

@@ -34,7 +34,8 @@ LIMITS = "tests/solver/test_limits.py"
 BUFFER = "tests/layout/test_buffer.py"
 REDISTRIBUTION = "tests/comm/test_redistribution.py"
 PROGRAMS = "tests/dedicated/test_unusual_programs.py"
-CHECKPOINT = "tests/dedicated/test_checkpoint.py"
+PARITY = "tests/parity/test_parity.py"
+RESUMED = "tests/parity/test_checkpoints.py -k goes_on_as"
 EXCHANGED = "tests/exchanged/test_exchanged.py"
 CLIP = "tests/optimizer/test_clip.py"
 CLIP_ARGUMENTS = "tests/optimizer/test_clip_arguments.py"
@@ -80,13 +81,11 @@ FAULTS = {
         "a_gather_is_not_waited_for": "«            self._pending.wait()\n→»            sections = self._received",
         "what_travels_is_the_wrong_part": "if cut.index is None else part«→.flip(1)»[cut.index]",
     },
-    "tests/dedicated/test_faults.py -k digests_tell_models": {
+    "tests/dedicated/test_ranks_that_differ.py -k evaluation_in_another_order": {
         "digests_are_alike": "return «zlib.crc32(repr(lanes).encode()) & DIGEST_BITS→len(lanes)»",
     },
-    "tests/dedicated/test_trajectory.py -k unusual_forwards_equal_single_process": {
-        "generation_not_raised": "self.before_write()\n        self.generation += «1→0»",
-    },
-    f"{PROGRAMS} -k training_loops_equal_single_process": {
+    f"{PARITY} -k programs_equal_one_process": {
+        "generation_not_raised": "runtime.generation += «1→0»",
         "an_accumulated_gradient_is_dropped": "local_tensor(before).«add_→copy_»(local)",
     },
     f"{PROGRAMS} -k parameters_that_only_some_ranks_use": {
@@ -111,10 +110,8 @@ FAULTS = {
     f"{EXCHANGED} -k another_placement_is_planned_anew": {
         "a_stale_layout_is_kept": "if layouts != «self._laid_out→layouts»:",
     },
-    f"{CHECKPOINT} -k resume": {
+    RESUMED: {
         "loaded_momentum_is_not_stored": "row.local.«copy_(part)→zero_()»",
-    },
-    f"{CHECKPOINT} tests/exchanged/test_exchanged_checkpoint.py": {
         "loaded_options_are_dropped": (
             'return {**«→saved, **»{name: value for name, value in group.items() if name != "params"}«, **saved→»}'
         ),

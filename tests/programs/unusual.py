@@ -1,17 +1,18 @@
-"""Models and training loops out of the ordinary, which run alike in a single process and on ranks."""
+"""Models and training loops, ordinary and not, which run alike in a single process and on ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness.network import Block, Network, loss_of
+from harness import small_convnets, small_models
+from harness.network import Block, Network, Size, is_matrix, loss_of, shard
 from harness.oracle import Reference
 from harness.toy import SIZE, VOCAB, WIDTH, batch, build
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from dmuon.dedicated.dedication import dedications
+from dmuon.platform.torch_private import local_tensor
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -135,23 +136,13 @@ KINDS = [
 ]
 
 
+def plain_name(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 def variant_matrix(name: str) -> bool:
-    return name.startswith("blocks.") and name.endswith(("mix.weight", "alias.weight", "up.weight", "down.weight"))
-
-
-def plain_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in state.items()}
-
-
-@cache
-def reference_variant(kind: str) -> dict[str, Tensor]:
-    model = Variant(kind)
-    optimizer = Reference(model, matrix=lambda name: variant_matrix(name.replace("_checkpoint_wrapped_module.", "")))
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    return plain_names({name: tensor.detach() for name, tensor in model.state_dict().items()})
+    ends = ("mix.weight", "alias.weight", "up.weight", "down.weight")
+    return name.startswith("blocks.") and plain_name(name).endswith(ends)
 
 
 class Skipping(Network):
@@ -169,6 +160,27 @@ class Skipping(Network):
 def skipping() -> Skipping:
     torch.manual_seed(0)
     return Skipping(SIZE)
+
+
+class ThinBlock(Block):
+    """With matrices of one row and of one column."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.gate = nn.Linear(size.width, 1, bias=False)
+        self.lift = nn.Linear(1, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.lift(self.gate(x))
+
+
+class TwoDtypes(Block):
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.mix.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(x.double()).float() + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Optional(nn.Module):
@@ -202,7 +214,7 @@ Loss = Callable[[int], Tensor]
 
 
 def dedicated(model: nn.Module) -> bool:
-    return bool(dedications(model))
+    return bool(dmuon.owned_parameters(model))
 
 
 def accumulate(model: nn.Module, kind: str) -> None:
@@ -355,43 +367,150 @@ def reset_momentum(model: nn.Module, optimizer: Any, loss: Loss, *, how: str) ->
         optimizer.zero_grad()
 
 
+def steps(model: nn.Module, optimizer: Any, loss: Loss, *, count: int = 4) -> None:
+    for step in range(count):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+
+
+def accumulated(model: nn.Module, optimizer: Any, loss: Loss, *, kind: str) -> None:
+    """Three batches a step, of which all but the last are reduced as ``kind`` says."""
+    for step in range(4):
+        optimizer.zero_grad()
+        for i, reduced in enumerate((kind, kind, "full")):
+            accumulate(model, reduced)
+            (loss(3 * step + i) / 3).backward()
+        optimizer.step()
+
+
+def clipped(model: nn.Module, optimizer: Any, loss: Loss, *, by: str) -> None:
+    """In every step, by torch's function or by dmuon's."""
+    stock = by == "torch" or isinstance(optimizer, Reference)
+    clip = nn.utils.clip_grad_norm_ if stock else dmuon.clip_grad_norm_
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(step).backward()
+        assert float(clip(model.parameters(), 0.5)) > 0.6
+        assert float(clip(model.parameters(), torch.inf)) == pytest.approx(0.5, rel=1e-5)
+        optimizer.step()
+
+
+SCALE, POISONED = 2.0**10, 1
+
+
+def scaled(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """By ``GradScaler``; in one step one rank finds an infinity, and all leave that step out."""
+    alone = isinstance(optimizer, Reference)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
+    scales = []
+    for step in range(4):
+        optimizer.zero_grad()
+        if alone and step == POISONED:
+            continue
+        (loss(step) if alone else scaler.scale(loss(step))).backward()
+        if step == POISONED:
+            held = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None and p.ndim > 1]
+            next(grad for grad in held if grad.numel()).view(-1)[0] = torch.inf
+        if not alone:
+            scaler.unscale_(optimizer)
+        if step != POISONED:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if alone:
+            optimizer.step()
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert alone or scales == [SCALE, SCALE / 2, SCALE / 2, SCALE], "the same on all ranks"
+
+
+def averaged(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """The moving average of docs/guide.md, which takes the place of the weights in an evaluation."""
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+        own = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                average[name].lerp_(p.detach(), 0.2)
+                p.copy_(average[name])
+            loss(9)
+            model.state_dict()  # after which the root of FSDP2 has its shards again, and no whole weights from before
+            if step < 3:  # what is compared in the end is the average
+                for name, p in model.named_parameters():
+                    p.copy_(own[name])
+
+
+def network_loss(model: nn.Module, step: int, part: int, parts: int, dtype: torch.dtype) -> Tensor:
+    return loss_of(model, *shard(batch(step), part, parts), dtype)
+
+
 @dataclass(frozen=True)
 class Program:
-    """A training loop.
+    """A training loop, and the model that it trains.
 
     Attributes:
         alone: stock FSDP2 cannot do it, so that it runs on what dmuon does alone. FSDP2 cannot go on after an exception
             inside a backward, its root keeps weights from before the step when a forward without gradients runs between
             backward and step, and it does not drop what it accumulated when gradients are cleared.
-        worlds: on which it runs, and whether it is quick enough for the suite there.
+        matrix: what of the model belongs to Muon.
+        loss: of a model, on one of several parts of the batch of a step, under autocast to a dtype.
+        frees: each backward of the loop ends with a step, so that no whole weights are left when it comes.
     """
 
     loop: Callable[[Any, Any, Loss], None]
-    pitfalls: tuple[str, ...] = ()
     alone: bool = False
     make: Callable[[], nn.Module] = build
-    worlds: Mapping[int, bool] = field(default_factory=lambda: {2: True, 4: False})
-
-    def __str__(self) -> str:
-        if isinstance(self.loop, partial):
-            return "-".join([self.loop.func.__name__, *self.loop.keywords.values()])
-        return self.loop.__name__
+    matrix: Callable[[str], bool] = is_matrix
+    loss: Callable[[nn.Module, int, int, int, torch.dtype], Tensor] = network_loss
+    frees: bool = False
 
 
-FOUR = {4: False}
-PROGRAMS = [
-    Program(retry_out_of_memory, ("P17",), alone=True, worlds=FOUR),
-    Program(only_forwards, ("P22",), alone=True, worlds=FOUR),
-    Program(exceptions, ("P17",), alone=True, worlds={2: True, 4: False}),
-    Program(dropped_batch, ("P16",)),
-    Program(two_forwards_two_backwards, ("P19",)),
-    Program(dropped_by_zeroing, ("P16",), alone=True, worlds={2: True}),
-    *(
-        Program(partial(reset_momentum, how=how), ("P10",), worlds={2: how == "cleared"})
-        for how in ("replaced", "cleared", "zeroed")
-    ),
-    Program(partial(drop_then_skip, kind="none"), ("P16",), True, skipping, FOUR),
-    Program(partial(drop_then_skip, kind="replica"), ("P16",), True, skipping, FOUR),
-    Program(partial(skipped_last, kind="none"), ("P12", "P19"), True, skipping, {2: True}),
-    Program(partial(skipped_last, kind="replica"), ("P12", "P19"), True, skipping, FOUR),
-]
+def _small(case: small_models.Case, x: Callable[[int], Tensor]) -> Program:
+    """A model in which no layer repeats."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return case.make()
+
+    def loss(model: nn.Module, step: int, part: int, parts: int, _: torch.dtype) -> Tensor:
+        return small_models.loss_of(model, x(step).chunk(parts)[part])
+
+    hidden = frozenset(f"{name}.weight" for name in case.hidden)
+    return Program(partial(steps, count=3), make=make, matrix=hidden.__contains__, loss=loss)
+
+
+PROGRAMS: dict[str, Program] = {
+    "steps": Program(steps, frees=True),
+    "ten steps": Program(partial(steps, count=10)),
+    "thin matrices": Program(steps, make=partial(build, block=ThinBlock)),
+    "two dtypes": Program(partial(steps, count=3), make=partial(build, block=TwoDtypes)),
+    "accumulated": Program(partial(accumulated, kind="full")),
+    "accumulated locally": Program(partial(accumulated, kind="none")),
+    "accumulated in replicas": Program(partial(accumulated, kind="replica")),
+    "clipped": Program(partial(clipped, by="dmuon")),
+    "clipped by torch": Program(partial(clipped, by="torch")),
+    "scaled": Program(scaled, make=partial(build, hidden=28)),
+    "averaged": Program(averaged, make=partial(build, hidden=28)),
+    **{
+        kind: Program(partial(steps, count=3), make=partial(Variant, kind), matrix=variant_matrix, frees=True)
+        for kind in KINDS
+    },
+    "retry out of memory": Program(retry_out_of_memory, alone=True),
+    "only forwards": Program(only_forwards, alone=True),
+    "exceptions": Program(exceptions, alone=True),
+    "dropped batch": Program(dropped_batch),
+    "two forwards two backwards": Program(two_forwards_two_backwards),
+    "dropped by zeroing": Program(dropped_by_zeroing, alone=True),
+    **{f"momentum {how}": Program(partial(reset_momentum, how=how)) for how in ("replaced", "cleared", "zeroed")},
+    **{
+        f"{name}, {kind}": Program(partial(loop, kind=kind), alone=True, make=skipping)
+        for name, loop in (("dropped and skipped", drop_then_skip), ("skipped last", skipped_last))
+        for kind in ("none", "replica")
+    },
+    **{name: _small(case, small_models.batch) for name, case in small_models.CASES.items()},
+    **{name: _small(case, small_convnets.images) for name, case in small_convnets.CONVNETS.items()},
+}

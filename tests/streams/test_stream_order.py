@@ -375,9 +375,7 @@ def test_a_plant_is_gone_afterwards(ranks: RankPool) -> None:
 
 FUZZED = {
     "1d-overlap": 2,
-    "two-lines-reshard": 2,
     "hsdp-two-lines": 4,
-    "tp-two-lines": 4,
 }
 
 

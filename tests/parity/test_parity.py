@@ -1,0 +1,260 @@
+"""Programs on layouts, with options, equal one process with ``torch.optim.Muon`` and ``torch.optim.AdamW``.
+
+One table: what is trained and how (``programs/unusual.py``), on which ranks and in which residency
+(``harness/topologies.py``), with which options. Where not every program is tried with every option, programs take the
+options in turn, beginning with another one on each layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count, groupby
+from typing import Any
+
+import pytest
+import torch
+from harness.assertions import about, assert_equal_weights, assert_same_bits
+from harness.network import full_state
+from harness.oracle import Reference
+from harness.pool import RankPool
+from harness.small_convnets import CONVNETS
+from harness.small_models import CASES as SMALL_MODELS
+from harness.topologies import EXCHANGED, LAYOUTS, lay, runtime_of
+from harness.toy import build
+from programs.unusual import KINDS, PROGRAMS, plain_name
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import dmuon
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MERGED = 10**6  # bytes: all blocks of a toy model together
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program on a layout.
+
+    Attributes:
+        keep: whole weights stay after forward.
+        half: forward and backward in bf16.
+        options: of communication where dmuon owns the matrices, of the configuration elsewhere.
+        muon: of the optimizer.
+    """
+
+    layout: str
+    program: str
+    keep: bool = False
+    half: bool = False
+    options: Options = field(default_factory=dict)
+    muon: Options = field(default_factory=dict)
+
+    @property
+    def resident(self) -> bool:
+        """Whether whole weights stay, because that is asked for or because nobody shards them."""
+        return self.keep or not any(n in ("shard", "cp") and extent > 1 for n, extent in LAYOUTS[self.layout].dims)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has at the end; ``orthogonalized`` counts the matrices of each step."""
+
+    weights: dict[str, Tensor]
+    orthogonalized: list[int]
+
+
+def train_all(rank: int, _world: int, cases: Sequence[Case]) -> list[Trained]:
+    return [train(rank, case) for case in cases]
+
+
+def train(rank: int, case: Case) -> Trained:
+    print(case, flush=True)
+    program, grid = PROGRAMS[case.program], LAYOUTS[case.layout]
+    differs = grid.dedicated and "tp" not in case.layout and program.make is build
+    model: Any = build(rank) if differs else program.make()  # rank 0's weights become everyone's
+    options = {"comm": dmuon.CommOptions(**case.options)} if grid.dedicated else case.options
+    laid = lay(case.layout, model, keep=case.keep, mp_policy=BF16 if case.half else None, **options)
+    optimizer = laid.optimizer(**case.muon)
+    orthogonalized: list[int] = []
+
+    def before(*_: Any) -> None:
+        laid.reduce()
+        if grid.dedicated and program.frees and not case.resident and not case.muon:
+            assert all(buffer.state.name == "FREED" for buffer in runtime_of(model).buffers)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: orthogonalized.append(optimizer.last_step.ns_matrices))
+    dtype = torch.bfloat16 if case.half else torch.float32
+    program.loop(laid.model, optimizer, lambda step: program.loss(laid.model, step, laid.part, laid.parts, dtype))
+    weights = {plain_name(name): tensor for name, tensor in full_state(laid.network).items()}
+    return Trained(weights, orthogonalized)
+
+
+@cache
+def expected(name: str, half: bool) -> dict[str, Tensor]:
+    program = PROGRAMS[name]
+    model, dtype = program.make(), torch.bfloat16 if half else torch.float32
+    program.loop(model, Reference(model, matrix=program.matrix), lambda step: program.loss(model, step, 0, 1, dtype))
+    return {plain_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def check(case: Case, found: list[Trained]) -> None:
+    """Every rank has the weights of a single process; each matrix was orthogonalized once a step.
+
+    In bf16 the single process rounds as well, but it sums whole batches. Four steps may then differ by 1e-3 of a
+    matrix of Muon's. AdamW's steps are normalised element by element, so that rounding decides the direction of those
+    whose gradient is next to nothing; and biases start at zero, and are nothing but such steps.
+    """
+    assert_same_bits([one.weights for one in found])
+    single, matrix = expected(case.program, case.half), PROGRAMS[case.program].matrix
+    for name, tensor in single.items():
+        rounded = 1e-3 if matrix(name) else 5e-3 if tensor.ndim > 1 else 5e-2
+        assert_equal_weights({name: found[0].weights[name]}, {name: tensor}, rounded if case.half else 1e-5)
+    assert found[0].weights.keys() == single.keys()
+    if case.program in ("steps", "accumulated", "thin matrices"):
+        matrices = 15 if case.program == "thin matrices" else 9
+        assert [sum(step) for step in zip(*(one.orthogonalized for one in found), strict=True)] == [matrices] * 4
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+COMM: list[Options] = [
+    {},
+    {"transport": "broadcast", "prefetch": 2, "outstanding_reductions": 4},
+    {"transport": "single", "prefetch": 0, "outstanding_reductions": 1},
+    {"merge_bytes": MERGED},
+    {"asynchronous": False},
+    {"transport": "single", "merge_bytes": MERGED, "prefetch": 2, "asynchronous": False},
+]
+SCHEDULES: list[Options] = [
+    {},
+    {"async_gpu_parallelism": False, "prefetch_count": 0, "small_param_numel_threshold": 0, "chunk_bytes": 3000},
+    {"prefetch_count": 3, "small_param_numel_threshold": 0},
+    {"async_gpu_parallelism": False, "prefetch_count": 1, "chunk_bytes": 3000},
+    {"prefetch_count": 0, "small_param_numel_threshold": 0, "chunk_bytes": 3000},
+]
+OVERLAP = {"overlap_backward": True}
+BOTH = (False, True)
+
+LOOPS = ["dropped batch", "two forwards two backwards", "momentum replaced", "momentum cleared", "momentum zeroed"]
+ALONE = [name for name, program in PROGRAMS.items() if program.alone]
+TWICE = "block called twice"
+ROWS = ["1d", "1d-two-lines", "1d-3", "1d-4", "hsdp", "hsdp-two-lines"]
+RECURRENT = "behind a recurrent layer"  # which keeps references to its weights, so that FSDP2 does not take it
+
+
+def all_of(layouts: Iterable[str], programs: Iterable[str], **fixed: Any) -> list[Case]:
+    return [Case(layout, program, **fixed) for layout in layouts for program in programs]
+
+
+def in_turn(layouts: Iterable[str], programs: Sequence[str], keep: Sequence[bool] = BOTH) -> list[Case]:
+    """Each program once on each layout, with options and residencies of whole weights in turn."""
+    return [
+        Case(layout, program, keep[(i + j) % len(keep)], options=COMM[(i + 2 * j) % len(COMM)])
+        for j, layout in enumerate(layouts)
+        for i, program in enumerate(programs)
+    ]
+
+
+QUICK: list[Case] = [
+    *all_of(["1d", "1d-3-two-lines", "hsdp-two-lines"], ["steps"]),
+    *all_of(["1d", "1d-3-two-lines", "hsdp-two-lines", "tp-two-lines"], ["steps"], keep=True),
+    *all_of(["1d"], ["accumulated"], half=True),
+    *all_of(["1d"], ["plain", "branches", "dropped batch", "two forwards two backwards", "momentum cleared"]),
+    *all_of(["1d", "fsdp2-2", "1d-two-lines"], ["scaled"]),
+    *all_of(["1d"], ["clipped by torch"]),
+    *all_of(["1d-3"], ["clipped"]),
+    *all_of(["1d-two-lines"], ["exceptions", "dropped by zeroing", "skipped last, none", "layers that are attributes"]),
+    *all_of(["hsdp"], ["accumulated locally", "accumulated in replicas"]),
+    *all_of(["ddp-2"], ["steps", "accumulated"]),
+    *in_turn(["ddp-2"], KINDS[:8]),
+    *all_of(["ddp-2"], ["two dtypes"], options={"merge_bytes": MERGED}),
+    *all_of(["hsdp-two-lines"], ["two dtypes"]),
+    # Two blocks are larger on one tensor-parallel rank and smaller on the other: they decide alike.
+    *all_of(["tp-two-lines"], ["steps"], options={"merge_bytes": 3600}),
+    *all_of(["fsdp2-tp", "tp-alone", "replicate-fsdp"], ["steps"]),
+    *(Case("fsdp2-2", "thin matrices", options=options) for options in SCHEDULES),
+    *all_of(["fsdp2-2", "fsdp2-hsdp"], ["steps"], half=True),
+    *all_of(["1d", "ddp-2", "fsdp2-2"], ["tied layers", "ResNet"]),
+]
+SLOW: list[Case] = [
+    *all_of([name for name, grid in LAYOUTS.items() if grid.dedicated and grid.world <= 4], ["steps"]),
+    *all_of([*ROWS, "cp", "tp-fsdp", "tp-two-lines"], ["steps"], keep=True),
+    *all_of(["1d", "hsdp", "ddp-2", "ddp-4", "tp", "tp-fsdp"], ["accumulated"]),
+    *all_of(["1d", "hsdp", "ddp-2", "ddp-4", "tp", "tp-fsdp"], ["steps", "accumulated"], half=True),
+    *all_of(["1d", "1d-two-lines", "hsdp-two-lines", "ddp-2", "tp-ddp"], ["accumulated locally"], keep=True),
+    *all_of(["hsdp-two-lines", "ddp-2", "tp-ddp"], ["accumulated in replicas"]),
+    *in_turn(["1d-two-lines", "hsdp", "1d", "hsdp-two-lines"], KINDS),
+    *in_turn(["ddp-4"], KINDS[8:]),
+    *(Case(n, p, options=o) for n in ("hsdp-two-lines", "ddp-2") for p in ("steps", TWICE) for o in COMM),
+    *(Case("tp", "accumulated", options=options) for options in COMM),
+    *in_turn(["1d-two-lines", "hsdp-two-lines", "ddp-4"], [*LOOPS, *ALONE]),
+    *in_turn(["1d", "hsdp"], LOOPS),
+    *all_of(["1d", "hsdp-two-lines", "ddp-2", "tp-fsdp"], ["scaled", "steps"], muon=OVERLAP),
+    *all_of(["ddp-2", "tp-fsdp"], ["scaled"]),
+    *all_of(["1d-1", "1d-4", "1d-two-lines"], ["clipped", "clipped by torch"]),
+    *all_of(["1d", "1d-two-lines"], ["averaged"], keep=True),
+    *all_of(["ddp-2", "tp-two-lines", "fsdp2-2", "ddp", "hsdp"], ["averaged"]),
+    *all_of([n for n in EXCHANGED if LAYOUTS[n].world <= 4 and "tp" not in n], ["thin matrices", "ten steps"]),
+    *all_of([n for n in EXCHANGED if LAYOUTS[n].world <= 4 and "tp" in n], ["ten steps"]),
+    *(Case(n, "steps", options=o) for n in ("fsdp2-tp", "fsdp2-hsdp") for o in SCHEDULES),
+    *all_of(["1d-two-lines", "ddp"], [*SMALL_MODELS, *CONVNETS]),
+    *all_of(["fsdp2-2"], [name for name in (*SMALL_MODELS, *CONVNETS) if name != RECURRENT]),
+]
+IN_ONE_CALL = 24  # how many cases; a call has a time limit
+
+
+def calls(cases: Sequence[Case], mark: Sequence[Any]) -> list[Any]:
+    """Cases of one world in one call."""
+    found = []
+    unlike = [case for i, case in enumerate(cases) if case not in cases[:i]]
+    for world, group in groupby(sorted(unlike, key=world_of), key=world_of):
+        rest = list(group)
+        for number in count(1):
+            if rest:
+                found.append(pytest.param(world, rest[:IN_ONE_CALL], id=f"{world} ranks, {number}", marks=mark))
+            rest = rest[IN_ONE_CALL:]
+            if not rest:
+                break
+    return found
+
+
+def world_of(case: Case) -> int:
+    return LAYOUTS[case.layout].world
+
+
+@pytest.mark.pitfall("P01", "P04", "P10", "P11", "P12", "P14", "P15", "P16", "P17", "P18", "P19", "P22", "P26", "P34")
+@pytest.mark.pitfall("P36", "P37", "P42", "P48", "P53", "P58", "P74")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [*calls(QUICK, ()), *calls([case for case in SLOW if case not in QUICK], [pytest.mark.slow])],
+)
+def test_programs_equal_one_process(ranks: RankPool, world: int, cases: list[Case]) -> None:
+    compare(ranks(world, train_all, cases, timeout=300), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(400)
+def test_eight_ranks_of_hsdp_and_tensor_parallelism() -> None:
+    pool = RankPool(most=8)
+    cases = [*all_of(["hsdp-tp", "fsdp2-hsdp-tp"], ["steps"]), Case("hsdp-tp", "steps", keep=True)]
+    try:
+        compare(pool(8, train_all, cases, timeout=300), cases)
+    finally:
+        pool.close()
+
+
+def compare(results: list[list[Trained]], cases: Sequence[Case]) -> None:
+    """With one process; and with each other those that differ in options only, if a sum has no order but one."""
+    alike: dict[tuple[str, str, bool], dict[str, Tensor]] = {}
+    for case, *found in zip(cases, *results, strict=True):
+        with about(case):
+            check(case, found)
+            if case.layout in ("1d", "1d-two-lines", "hsdp-two-lines", "ddp-2", "tp", "fsdp2-2", "fsdp2-tp"):
+                first = alike.setdefault((case.layout, case.program, case.half), found[0].weights)
+                assert_same_bits([first, found[0].weights])

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import dmuon
 from dmuon import create_dtensor_config
+from dmuon.kernels.newton_schulz import stages
 from dmuon.platform.torch_private import local_tensor
 
 storage = importlib.import_module("dmuon.kernels.device")

@@ -27,7 +27,7 @@ def logits_of_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **opti
             return None
         mask = local_tensor(given["attn_mask"])
         mask = mask[..., start:stop, :] if mask.shape[-2] > 1 else mask
-        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2  # some are finite
+        return mask if mask.dtype == torch.bool else mask > -1e4  # some exclude by that, or by what is far below
 
     return _largest_logits(query, key, given.get("scale"), allowed)
 

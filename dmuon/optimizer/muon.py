@@ -122,6 +122,10 @@ class Muon(torch.optim.Optimizer):
             )
         if not (qk_clip is None or isinstance(qk_clip, QKClip)):
             raise TypeError(f"qk_clip must be a dmuon.QKClip or None, got {type(qk_clip).__name__}")
+        if qk_clip is not None:
+            if qk_clip.optimizer is not None and qk_clip.optimizer() is not None:
+                raise ValueError("qk_clip is another optimizer's; build a dmuon.QKClip of its own for this one")
+            qk_clip.optimizer = weakref.ref(self)
         defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -278,6 +282,8 @@ class Muon(torch.optim.Optimizer):
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
         self._prefetch = 1 if self._exchange is None else self._exchange.prefetch
         rounds = lay_out([group["params"] for group in self.param_groups], residencies)
+        if self._qk_clip is not None:
+            self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         batches = [batch for round_ in rounds for batch in round_.batches]
         momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
@@ -292,8 +298,6 @@ class Muon(torch.optim.Optimizer):
         self._updates = {key: count for key, count in updates.items() if count > 1}
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
-        if self._qk_clip is not None:
-            self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         self._early = None
         alone = [round_ for round_ in rounds if isinstance(round_, AloneRound)]
         if self._origin.overlap and alone:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from dmuon.comm.norm import reduce_terms
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.runtime import runtime_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.fused_layouts import Unknown, size
 from dmuon.model.makeup import ModuleTree, known_spec
@@ -121,6 +123,8 @@ class QKClip:
         self.reports = 0  # so far
         self._sharing: tuple[dist.ProcessGroup, torch.device] | None = None
         self._rows: dict[int, list[_Rows]] = {}  # by id of the round
+        self._is_laid_out = False
+        self.optimizer: weakref.ref[Any] | None = None  # whose it is
         self._biases: list[_Rows] = []
         self._factors = self._last = torch.empty(0)  # of the last step, and its maxima
         self.ids: frozenset[int] = frozenset()  # of the matrices
@@ -169,7 +173,8 @@ class QKClip:
             raise ValueError(f"QKClip: logits were reported for {module!r}; its modules are {', '.join(self._modules)}")
         begin = self._spans[name].start + _first_head(name, *self._modules[name], len(found))
         if self._maxima is None:
-            self._maxima = torch.full(self._key_of.shape, -inf, dtype=torch.float64, device=found.device)
+            with torch.inference_mode(False):  # whatever mode the first forward runs in
+                self._maxima = torch.full(self._key_of.shape, -inf, dtype=torch.float64, device=found.device)
         span = self._maxima[begin : begin + len(found)]
         span.copy_(torch.maximum(span, found.to(span)))
         self.reports += 1
@@ -188,7 +193,7 @@ class QKClip:
         Raises:
             ValueError: by name, what this optimizer cannot scale.
         """
-        by_muon = {id(p) for group in groups for p in group["params"] if group["use_muon"] and p.requires_grad}
+        by_muon = {id(p) for group in groups for p in group["params"] if group["use_muon"]}
         tables: dict[int, _Table] = {}  # by id
         biases: dict[int, _Table] = {}
         for name, (module, spec) in self._modules.items():
@@ -196,7 +201,7 @@ class QKClip:
             for path in (spec.query, spec.key):
                 weight, bias, outputs = _layer(module, path)
                 label = f"{name}.{path.partition('[')[0]}"
-                if id(weight) not in by_muon:
+                if id(weight) not in by_muon or not (weight.requires_grad or self._is_laid_out):  # later it may freeze
                     raise ValueError(
                         f"QKClip: this optimizer does not update {label} by Muon (it is frozen, or goes to AdamW or "
                         f"another optimizer); leave the module out, by naming the others: {_REMEDY}"
@@ -210,37 +215,41 @@ class QKClip:
                 rows.append((table, outputs))
             first = 1 + int(self._key_of[self._spans[name].start])
             _fill(name, spec, torch.arange(first, first + spec.keys), len(self._key_of), *rows)
-        self._key_of = self._key_of.to(local_tensor(weight).device)
-        self._sharing = _sharing(residencies, tables)
+        sharing = _sharing(residencies, [weight for weight, _, _ in tables.values() if weight.requires_grad])
         homes = {id(param): residency for residency in residencies for param in residency.params}
-        self._rows = {id(round_): [] for round_ in rounds}
+        rows_of = {id(round_): list[_Rows]() for round_ in rounds}
         for round_ in rounds:
             for batch in round_.batches:
                 for key in batch.ids & tables.keys():
                     param, table, label = tables[key]
                     whole = table if batch.transposed else table.unsqueeze(1)
                     part = homes[key].part_of(param, whole.expand(param.shape), label)
-                    self._rows[id(round_)].append(_Rows(param, batch, _factors_of(batch, part)))
-        self._biases = []
+                    rows_of[id(round_)].append(_Rows(param, batch, _factors_of(batch, part)))
+        of_biases = []
         for bias, table, label in biases.values():
-            index = part_like(bias, table, label).long().to(self._key_of.device)
-            self._biases.append(_Rows(bias, None, [(0, index)]))
-        self.ids = frozenset(tables)
+            index = part_like(bias, table, label).long().to(local_tensor(bias).device)
+            of_biases.append(_Rows(bias, None, [(0, index)]))
+        # From here on nothing is refused.
+        self._key_of = self._key_of.to(local_tensor(weight).device)
+        self._sharing, self._rows, self._biases, self.ids = sharing, rows_of, of_biases, frozenset(tables)
+        self._is_laid_out = True
 
     def begin(self) -> None:
         """Join the maxima of all ranks, and find the factors. Collective over those that share the matrices."""
         keys, maxima = self._key_of, self._maxima
+        is_noted = maxima is not None
         if maxima is None:
-            warnings.warn(
-                "QKClip: no logits were noted on this rank since the last step, which clips by those of others alone: "
-                "run the forward inside clip.collect(), or let attention modules call clip.report()",
-                stacklevel=2,
-            )
             maxima = torch.full(keys.shape, -inf, dtype=torch.float64)
         if self._sharing is not None:
             group, device = self._sharing
             maxima = maxima.to(device)
             reduce_terms(maxima, "max", group)
+        if not is_noted:  # said behind what others wait for, as a warning may be made an error
+            warnings.warn(
+                "QKClip: no logits were noted on this rank since the last step, which clips by those of others alone: "
+                "run the forward inside clip.collect(), or let attention modules call clip.report()",
+                stacklevel=2,
+            )
         self._last = maxima = maxima.to(keys.device)
         self.reset()
         finite = torch.where(maxima.isfinite(), maxima, -inf)
@@ -279,8 +288,8 @@ class _Rows:
     def scale(self, factors: Tensor) -> None:
         if not self.param.requires_grad or not self.factors_of:
             return
-        factors = factors.to(torch.promote_types(self.param.dtype, torch.float32))
         batch, local = self.batch, local_tensor(self.param)
+        factors = factors.to(local.device, torch.promote_types(local.dtype, torch.float32))
         matrices = [local] if batch is None else batch.split([local])
         for number, index in self.factors_of:
             of_rows = factors[index]
@@ -318,14 +327,16 @@ def _fill(
 
 
 def _sharing(
-    residencies: Sequence[Residency], tables: Mapping[int, _Table]
+    residencies: Sequence[Residency], weights: Sequence[Tensor]
 ) -> tuple[dist.ProcessGroup, torch.device] | None:
-    """Who shares all queries and keys, and the device of their communication; None if one process has all."""
+    """Who shares all these queries and keys, and the device of their communication; None if one process has all."""
+    if not weights:
+        return None
     for sharing in (one for residency in residencies for one in residency.shared()):
         sizes = Counter[int]()
         for param, _, (m, n) in sharing.matrices:
             sizes[id(param)] += m * n
-        if all(sizes[key] == weight.numel() for key, (weight, _, _) in tables.items()):  # and are no plain shards
+        if all(sizes[id(weight)] == weight.numel() for weight in weights):  # and are no plain shards
             return sharing.group, sharing.device
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
@@ -379,7 +390,10 @@ def _known_heads(tree: ModuleTree, module: nn.Module) -> AttentionHeads | None:
         try:
             length = size(module, "qk_nope_head_dim" if rotary else _HEAD_DIM)
         except Unknown:
-            length = len(rows) // size(module, _NUM_HEADS)
+            try:
+                length = len(rows) // size(module, _NUM_HEADS)
+            except Unknown:
+                return None
         return AttentionHeads(query, key, len(rows) // (length + rotary), len(key_rows) // length, rotary)
     return None
 
@@ -416,8 +430,12 @@ def _layer(module: nn.Module, path: str, tree: ModuleTree | None = None) -> tupl
 def _first_head(name: str, module: nn.Module, spec: AttentionHeads, count: int) -> int:
     """The number of the first of ``count`` heads, by how tensor parallelism shards the layer that makes queries."""
     weight, parts, at = _layer(module, spec.query)[0], 1, 0
-    if count != spec.num_heads and isinstance(weight, DTensor) and not isinstance(weight, OwnedTensor):
-        for dim, placement in reversed(list(enumerate(weight.placements))):
+    if count != spec.num_heads and isinstance(weight, DTensor):
+        placed = list(enumerate(weight.placements))
+        if isinstance(weight, OwnedTensor):  # at rest: only tensor parallelism, if there is any, shards the whole one
+            runtime = runtime_of(weight)
+            placed = placed[-1:] if runtime is not None and runtime.comm.tensor is not None else []
+        for dim, placement in reversed(placed):
             if type(placement) is Shard and placement.dim == spec_of(weight).dim - 1:
                 at += weight.device_mesh.get_local_rank(dim) * parts
                 parts *= weight.device_mesh.size(dim)
@@ -442,26 +460,26 @@ class _Watch(TorchFunctionMode):
     def __init__(self, clip: QKClip) -> None:
         super().__init__()
         self._clip = clip
-        self._inside: list[int] = []  # for each module that runs, how many reports there were before
-        self._calls: list[tuple[Callable[..., Tensor], Any, Any]] = []
+        # For each module that runs, one inside of the other: how many reports there were before, and its calls.
+        self._inside: list[tuple[int, list[tuple[Callable[..., Tensor], Any, Any]]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._inside and (func is F.scaled_dot_product_attention or func is _FLEX):
-            self._calls.append((logits_of_flex if func is _FLEX else logits_of_sdpa, args, kwargs))
+            self._inside[-1][1].append((logits_of_flex if func is _FLEX else logits_of_sdpa, args, kwargs))
         return func(*args, **kwargs)
 
     @outside_compile
     def enter(self, _module: nn.Module, _args: Any) -> None:
         if current_backward() is None:
-            self._inside.append(self._clip.reports)
+            self._inside.append((self._clip.reports, []))
 
     @outside_compile
     def leave(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         """``output`` is None where an error ended the forward."""
         if current_backward() is not None:
             return
-        reports, calls, self._calls = self._inside.pop(), self._calls, []
+        reports, calls = self._inside.pop()
         for logits_of, args, kwargs in calls:
             self._clip.report(name, logits_of(*args, **kwargs))
         if self._clip.reports == reports and output is not None:

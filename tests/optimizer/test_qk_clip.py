@@ -22,7 +22,7 @@ from harness.tiny_configs import TINY
 from harness.topologies import LAYOUTS, lay
 from harness.toy import CPU
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -422,6 +422,57 @@ def test_what_is_frozen_later_stays_as_it_is() -> None:
     clip.report("blocks.0.attn", torch.full((HEADS,), 4.0))
     optimizer.step()
     assert torch.equal(weight, before)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "use_muon": True})  # laid out anew
+    clip.report("blocks.0.attn", torch.full((HEADS,), 4.0))
+    optimizer.step()
+    assert torch.equal(weight, before)
+
+
+def test_attention_inside_of_attention_has_its_own_logits() -> None:
+    class Around(Apart):
+        def __init__(self) -> None:
+            super().__init__(False)
+            self.inner = Apart(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            return out + self.inner(x)
+
+    model = nn.Sequential(Around())
+    clip = dmuon.QKClip(model)
+    optimizer = dmuon.Muon(model, qk_clip=clip, **OPTIONS)
+    with clip.collect():
+        model(torch.randn(2, 6, WIDTH)).sum().backward()
+    optimizer.step()
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    for name, module in (("0", model[0]), ("0.inner", model[0].inner)):
+        expected = plain_maxima(*module.seen, mask=causal).tolist()
+        assert optimizer.last_step.qk_logits[name] == pytest.approx(expected, rel=1e-5)
+
+
+@on_ranks(4)
+def test_attention_that_is_a_block_itself_is_collected_where_it_is_dedicated_and_tensor_parallel(
+    rank: int, world: int
+) -> None:
+    """When its forward ends, its weights are gone; heads of this rank are told by the layout at rest."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(Apart(False), Apart(False))
+    x, alone = torch.randn(2, 6, WIDTH), copy.deepcopy(model)
+    plan = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel()), "o_proj": RowwiseParallel()}
+    for block in model:
+        parallelize_module(block, mesh["tp"], plan)
+    dmuon.dedicate_params(model, mesh["dp"], costs="flops")
+    clip = dmuon.QKClip(model)
+    optimizer = dmuon.Muon(model, qk_clip=clip, **OPTIONS)
+    with clip.collect():
+        model(x).square().sum().backward()
+    optimizer.step()
+    alone(x)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    for name, block in alone.named_children():
+        expected = plain_maxima(*block.seen, mask=causal).tolist()
+        assert optimizer.last_step.qk_logits[name] == pytest.approx(expected, rel=1e-4)
 
 
 def _with_norm(model: Network) -> Network:
@@ -455,6 +506,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "fused": (lambda: muon(build("interleaved"), **_known("query_key_value", "v")), "has no matrix 'v'"),
     "norm": (lambda: muon(_with_norm(build("mha"))), "'blocks.1.attn' normalizes queries or keys by 'q_norm'"),
     "frozen": (lambda: muon(_frozen(build("mha"))), "does not update blocks.1.attn.k_proj by Muon"),
+    "twice": (lambda: [dmuon.Muon(made[0], qk_clip=made[1]) for made in [clipped_model()]], "is another optimizer's"),
     "copy": (lambda: copy.deepcopy(muon(build("mha"))), "an optimizer with qk_clip"),
     "module": (lambda: clipped_model()[1].report("blocks.7", torch.ones(4)), "logits were reported for 'blocks.7'"),
     "count": (lambda: clipped_model()[1].report("blocks.0.attn", torch.ones(2)), "has 4 heads, and logits of 2 were"),

@@ -188,10 +188,10 @@ class TwoRanks:
         total_seconds = staticmethod(lambda: 10.0)
 
     def __init__(self, error: str | None = None, lines: list[report.Line] | None = None) -> None:
-        self._other = (error, False, lines or [])
+        self.other = (error, False, lines or [])
 
     def gather(self, item: Any) -> list[Any]:
-        return [item, self._other]
+        return [item, self.other]
 
 
 def board_of(error: str | None = None, *lines: report.Line) -> report.Board:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_same_tensors, raised_by
+from harness.dtensors import local_tensor
 from harness.network import full_state, tensor_parallel
 from harness.on_ranks import on_ranks
 from harness.topologies import LAYOUTS, lay
@@ -28,7 +29,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import dmuon
 from dmuon.comm.monitor import CollectiveError
 from dmuon.dedicated import initial_values
-from dmuon.platform.torch_private import local_tensor
 
 
 class Angles(nn.Module):

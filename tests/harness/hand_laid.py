@@ -182,14 +182,14 @@ class Weights:
         """Weights, and with an optimizer momentum, equal the twin's. Collective for DTensors."""
         weights = self.twin.weights()
         for i, param in enumerate(self.params):
-            self._check(param, i, weights[i], "weights", 1e-5)
+            self.check_one(param, i, weights[i], "weights", 1e-5)
             if optimizer is not None:
                 momentum = optimizer.state[param]["momentum_buffer"]
                 assert momentum.shape == param.shape
                 assert not isinstance(param, DTensor) or momentum.placements == param.placements
-                self._check(momentum, i, self.twin.momentum(i), "momentum", 1e-6)
+                self.check_one(momentum, i, self.twin.momentum(i), "momentum", 1e-6)
 
-    def _check(self, found: Tensor, index: int, expected: Tensor, what: str, tolerance: float) -> None:
+    def check_one(self, found: Tensor, index: int, expected: Tensor, what: str, tolerance: float) -> None:
         _, shape, part = self.laid[index]
         expected = expected.reshape(shape)
         about = f"{what} {index} of shape {shape} as {getattr(found, 'placements', part)}"

@@ -72,7 +72,7 @@ class _Reader:
     """Follows the outputs of layers through the statements of one function after the other."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self.names: dict[str, Output] = {}
         self.outputs: list[Output] = []
 
@@ -147,7 +147,7 @@ class _Reader:
 
     def evaluate(self, expression: ast.expr) -> Any:
         """What the module itself says; None if that is not all there is to it."""
-        scope = {"self": self._module, "attn": self._module, "hasattr": hasattr, "getattr": getattr}
+        scope = {"self": self.module, "attn": self.module, "hasattr": hasattr, "getattr": getattr}
         try:
             return eval(compile(ast.Expression(expression), "", "eval"), {"__builtins__": {}}, scope)
         except Exception:

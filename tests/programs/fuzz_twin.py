@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import relative_errors
+from harness.dtensors import local_tensor
 from harness.network import Block, Network, full_state, is_matrix, loss_of, shard, tensor_parallel
 from harness.oracle import Reference
 from harness.toy import LR, OPTIONS, batch, build
@@ -268,7 +269,7 @@ class Run:
         self.history: list[str] = []
         self.report = Report()
         self.saves = 0
-        self._batches = itertools.count()
+        self.batches = itertools.count()
 
     def new_optimizer(self, lr: float) -> dmuon.Muon:
         return dmuon.Muon(self.model, **{**OPTIONS, "lr": lr}, overlap_backward=self.mode.overlap)
@@ -277,7 +278,7 @@ class Run:
         return capability not in self.mode.lacks
 
     def next_batch(self) -> int:
-        return next(self._batches)
+        return next(self.batches)
 
     def detail(self, text: str) -> None:
         """Say what the running action is about to do: a failure or hang shows it."""
@@ -316,15 +317,11 @@ class Run:
         self.optimizer.zero_grad(set_to_none)
         self.twin.zero_grad(set_to_none)
         for name, param in self.params().items():
-            left = param.grad is not None and (set_to_none or bool(_local(param.grad).any()))
+            left = param.grad is not None and (set_to_none or bool(local_tensor(param.grad).any()))
             assert not left, f"{name} has a gradient after zero_grad(set_to_none={set_to_none})"
 
 
 # -- comparison ----------------------------------------------------------------------------------------------------
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def require_close(run: Run, kind: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -343,7 +340,8 @@ def _gradient(param: nn.Parameter) -> Tensor | None:
         entry = runtime.matrix_of(param)
         if not entry.mine:
             return None
-        return _local(grad) if entry.tensor is None else entry.tensor.wrap(_local(grad), entry.shape).full_tensor()
+        held = local_tensor(grad)
+        return held if entry.tensor is None else entry.tensor.wrap(held, entry.shape).full_tensor()
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 

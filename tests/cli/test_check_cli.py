@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.commands import command
 from harness.limits import PROGRAM_SECONDS
 
 from dmuon.tools.check import device, report, training
-from dmuon.tools.cli.check import launch, main
+from dmuon.tools.cli.check import launch
+
+main = command("dmuon-check")
 
 CHECKS = ["parity", "clip", "same bits", "ownership", "collectives", "checkpoint"]
 COMMAND = (sys.executable, "-m", "dmuon.tools.cli.check")

@@ -15,7 +15,6 @@ from typing import Any
 import torch.nn as nn
 from torch.nn.modules.conv import _ConvNd
 
-from dmuon.model.makeup import is_depthwise
 from dmuon.model.routing import route_parameters
 
 _SPLITS = frozenset({"chunk", "split", "unbind", "split_with_sizes", "tensor_split"})
@@ -156,7 +155,8 @@ class _Reader:
 
 def _weighted(layer: nn.Module) -> list[nn.Module]:
     """The layers below one that multiply by a matrix."""
-    return [m for m in layer.modules() if isinstance(m, nn.Linear) or (isinstance(m, _ConvNd) and not is_depthwise(m))]
+    convolutions = (m for m in layer.modules() if isinstance(m, _ConvNd) and m.in_channels != m.groups)  # not depthwise
+    return [*(m for m in layer.modules() if isinstance(m, nn.Linear)), *convolutions]
 
 
 Sites = Mapping[tuple[str, str], int]

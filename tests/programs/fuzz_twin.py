@@ -25,11 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon.dedicated.block import Phase
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.runtime import runtime_of
-from dmuon.layout.topology import topology_of
 
 TOLERANCE = 1e-5  # relative, per tensor; rounding alone stays below 2e-6
 
@@ -263,7 +260,7 @@ class Run:
         self.part, self.parts = 0, mesh.size()  # of a global batch
         for position, extent in zip(coordinate, mesh.mesh.shape, strict=True):
             self.part = self.part * extent + position
-        self.replicas = topology_of(mesh).replicas
+        self.replicas = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)).get("replicate", 1)
         self.optimizer = self.new_optimizer(LR)
         self.twin = twin
         self.history: list[str] = []
@@ -335,9 +332,7 @@ def _gradient(param: nn.Parameter) -> Tensor | None:
     grad = param.grad
     assert grad is not None
     if isinstance(param, OwnedTensor):
-        runtime = runtime_of(param)
-        assert runtime is not None
-        entry = runtime.matrix_of(param)
+        entry = param.keeper.matrix_of(param)  # type: ignore[union-attr]
         if not entry.mine:
             return None
         held = local_tensor(grad)
@@ -384,7 +379,7 @@ def check_rest(run: Run, filled: int | None = None) -> None:
     for dedication in dedications(run.model):
         runtime = dedication.runtime
         for block in runtime.blocks:
-            assert block.phase is Phase.REST, f"{block.name} is {block.phase.name}"
+            assert block.phase.name == "REST", f"{block.name} is {block.phase.name}"
         for entry in runtime.matrices():
             held = {id(module._parameters[name]) for module, name in entry.sites}
             assert held == {id(entry.rest)}, f"{entry.fqn}: a module does not hold its resting form"

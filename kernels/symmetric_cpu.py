@@ -47,7 +47,9 @@ def split_product(
 
     Operands are fp32 or fp64 with any strides; ``out`` may be ``c``, and may not overlap ``a`` or ``b``.
     """
-    in_place = c is None or (c.data_ptr() == out.data_ptr() and c.stride() == out.stride())
+    in_place = (
+        c is None or c.data_ptr() == out.data_ptr()
+    )  # perhaps transposed, of which the lower triangle is the same
     for start, stop in itertools.pairwise(_block_edges(len(a))):
         rows, columns, block = a[start:stop], b[:, :stop], out[start:stop, :stop]
         if in_place:  # with beta = 0, addmm does not read what is in the block

@@ -32,14 +32,20 @@ _ALIGNMENT = 16
 # Of the largest entry, from the product in fp64: twice what rounding it once errs by.
 _AGREEMENT = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
+# What another time may be otherwise, and so is not kept.
+_NOT_STARTED, _NO_ROOM = "a trial of it did not start", "out of memory"
+_PASSES = (_NOT_STARTED, _NO_ROOM)
+
 _CHILD = "import runpy, sys; runpy.run_path(sys.argv[1])['report'](sys.argv[2])"
+_SAYS = "trial: "  # before what the child has found, whatever else it and its compilers print
 
 
-def quack_fault(device: torch.device, folder: Path) -> str | None:
+def quack_fault(device: torch.device, folder: Path | None) -> str | None:
     """Why quack's products are not used on ``device``, or ``None``.
 
     They have to be found right there once, in a child process, as they might hang or end this one. What came of it is
     kept in ``folder`` for this device and these versions. Two processes that try at the same time write the same.
+    Without a folder each process tries it.
     """
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0):
@@ -47,14 +53,17 @@ def quack_fault(device: torch.device, folder: Path) -> str | None:
     if importlib.util.find_spec("quack") is None:
         return "it is not installed; pip install dmuon[quack]"
     versions = [f"{name} {_version(name)}" for name in ("torch", "quack-kernels", "nvidia-cutlass-dsl")]
-    key = ", ".join([torch.cuda.get_device_name(device), *versions])
-    path = folder / f"quack-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    fault = _kept(path, key)
+    trial = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    key = ", ".join([torch.cuda.get_device_name(device), f"cuda {torch.version.cuda}", *versions, f"trial {trial}"])
+    path = None if folder is None else folder / f"quack-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    fault = None if path is None else _kept(path, key)
     if fault is None:
         fault = tried(device)
+        passes = any(sign in fault for sign in _PASSES)
         if fault:
-            warnings.warn(f"quack is installed, but {fault}; not used. Remove {path} to try again")
-        if "OutOfMemoryError" not in fault:  # another time there may be room
+            again = "" if path is None or passes else f". Remove {path} to try again"
+            warnings.warn(f"quack is installed, but {fault}; not used{again}")
+        if path is not None and not passes:
             _keep(path, key, fault)
     return fault or None
 
@@ -72,41 +81,52 @@ def tried(device: torch.device) -> str:
             start_new_session=True,
         )
     except OSError as error:
-        return f"a trial of it did not start ({error})"
+        return f"{_NOT_STARTED} ({error})"
     try:
         told, errors = child.communicate(timeout=DEADLINE_SECONDS)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # an interrupt, too, must not leave it behind
         # With its compilers. It is not waited for long: a process that hangs in a driver does not end.
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             child.wait(5.0)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         return f"a trial of it did not end within {DEADLINE_SECONDS:g} s"
     if child.returncode:
-        last = errors.strip().rpartition("\n")[2]
+        last = _NO_ROOM if _NO_ROOM in errors.lower() else errors.strip().rpartition("\n")[2]
         return f"a trial of it ended with status {child.returncode} ({last})"
-    verdict = told.strip().rpartition("\n")[2]
-    return "" if verdict == "right" else verdict
+    found = [line.removeprefix(_SAYS) for line in told.splitlines() if line.startswith(_SAYS)]
+    if not found:
+        return "a trial of it ended and told nothing"
+    return "" if found == ["right"] else found[0]
 
 
 def report(device: str) -> None:
-    """What the child says in its last line."""
-    print(found_fault(torch.device(device)) or "right")
+    """What the child does. It ends by itself, too, should nobody be left who waits for it."""
+    if hasattr(signal, "alarm"):
+        signal.alarm(int(DEADLINE_SECONDS) + 10)
+    print(f"{_SAYS}{found_fault(torch.device(device)) or 'right'}", flush=True)
 
 
 def found_fault(device: torch.device) -> str | None:
-    """What is wrong with products of both halves and both layouts, with and without an addend, or ``None``.
+    """What is wrong with its products, or ``None``.
 
-    Their sides are multiples of what addresses must be aligned to, and of no tile.
+    quack compiles a kernel for each layout, for factors that are one and others, with and without an addend: all that
+    Newton–Schulz asks for are tried, in both halves. Sides are multiples of what addresses must be aligned to, and of
+    no tile.
     """
     generator = torch.Generator(device).manual_seed(0)
     for dtype in _AGREEMENT:
         x = torch.randn(2, 200, 328, device=device, generator=generator).div_(328**0.5).to(dtype)
-        square = torch.randn(2, 328, 328, device=device, generator=generator).to(dtype)
-        for a, c in ((x, None), (x.mT, (square + square.mT) / 2)):
-            exact = 0.5 * a.double() @ a.double().mT + (0 if c is None else 2.0 * c.double())
+        square = torch.randn(2, 328, 328, device=device, generator=generator).div_(328**0.5)
+        square = (square + square.mT).to(dtype)
+        kinds = ((x, None, 1.0, 1.0), (x.mT, None, 1.0, 1.0), (x.mT, square, 0.5, 2.0))
+        addends = ((square, square, alpha, beta) for alpha, beta in ((0.5, 2.0), (1.0, 2.0), (0.5, 1.0)))
+        for a, c, alpha, beta in (*kinds, *addends):
+            exact = alpha * a.double() @ a.double().mT + (0 if c is None else beta * c.double())
             out = torch.full(exact.shape, torch.nan, dtype=dtype, device=device)
-            _multiply(a, c, 0.5, 2.0, out)
+            _multiply(a, c, alpha, beta, out)
             error = float((out.double() - exact).abs().max() / exact.abs().max())
             if not error <= _AGREEMENT[dtype]:
                 return f"its product in {dtype} differs from fp64 by {error:.2g} of the largest entry"
@@ -128,7 +148,8 @@ def equal_factors(
     Of two factors that differ its diagonal tiles would not be symmetric: they are computed whole, and rounded otherwise
     on each side. Of equal ones both sides are the same sums.
     """
-    if not a.numel() or (out is not None and out is c):  # it reads addends and writes halves in an order of its own
+    # It reads addends and writes halves in an order of its own.
+    if not a.numel() or (out is not None and c is not None and out.data_ptr() == c.data_ptr()):
         return None
     result = a.new_empty(*a.shape[:-1], a.shape[-2]) if out is None else out
     if not all(_is_aligned(x) for x in (a, result, c) if x is not None):
@@ -138,8 +159,9 @@ def equal_factors(
 
 
 def _is_aligned(x: Tensor) -> bool:
-    apart = [stride * x.element_size() for stride in x.stride() if stride != 1]
-    return not any(nbytes % _ALIGNMENT for nbytes in (x.data_ptr(), *apart))
+    contiguous, outer = sorted(x.stride()[-2:])
+    apart = [x.data_ptr(), *(stride * x.element_size() for stride in (outer, *x.stride()[:-2]))]
+    return contiguous == 1 and not any(nbytes < 1 or nbytes % _ALIGNMENT for nbytes in apart)
 
 
 def _multiply(a: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:

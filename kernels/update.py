@@ -148,6 +148,12 @@ def normalized_update(
         ValueError: as :func:`momentum_update`; ``eps`` negative or not finite.
     """
     check_eps(eps)
+    if norms.shape != momentum.shape[:1] or norms.dtype != torch.float64 or norms.device != momentum.device:
+        raise ValueError(
+            f"norms must be fp64 ({len(momentum)},) on {momentum.device}, one of each matrix as momentum_norms returns "
+            f"them; got {tuple(norms.shape)} of {norms.dtype} on {norms.device}"
+        )
+    norms = norms.contiguous()
     fused = _fused_fold(grads, momentum)
     first = first_dtype(storage)
     if fused is not None and first != torch.float64:

@@ -250,8 +250,13 @@ def backend_fault(backend: Backend, device: torch.device, dtype: Storage) -> str
         return f"it multiplies fp16 and bf16 on NVIDIA GPUs, not {dtype} on {device.type}"
     # What has two factors is Triton's.
     fault = backend_fault("triton", device, dtype)
-    quack_fault: str | None = fault or kernels_of("symmetric_quack").quack_fault(device, user_cache_directory())
-    return quack_fault
+    if fault is None:
+        try:
+            folder = user_cache_directory()
+        except RuntimeError:  # a user without a home
+            folder = None
+        fault = kernels_of("symmetric_quack").quack_fault(device, folder)
+    return fault
 
 
 def triton_fault(device: torch.device, dtype: Storage) -> str | None:

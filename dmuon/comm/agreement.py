@@ -248,7 +248,7 @@ def require_same_in_turn(
 
     A fault ends the ranks of all of them: what one group finds the next ones hear, and those before in a second turn.
     """
-    first = FirstError(fault)
+    first = FirstError(fault, through=(CollectiveError,))
     for _ in range(2):
         for group, ranks, description in asked:
             with first:

@@ -157,9 +157,11 @@ class Pending:
 
         A back end's thread that frees tensors of its last collectives while the interpreter ends aborts the process.
         """
-        for work in self._works:
+        works, self._works = self._works, []  # when this object goes, modules may be gone before it
+        for work in works:
             with suppress(Exception):
                 work.wait(timedelta(seconds=_EXIT_SECONDS))
+        leave(works, patience=0.0)
 
     def wait_on_host(self) -> None:
         """Wait until they have ended; :meth:`wait` is still due on the stream that uses the result."""

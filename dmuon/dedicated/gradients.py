@@ -318,8 +318,9 @@ class Gradients:
         if len(comm.topology.ranks) > 1:
             if trains != self._trains or changed:  # most often they are as before
                 self._note_trained(trains)
-            if self._last_vote is not None:
-                self._last_vote.result()
+            last, self._last_vote = self._last_vote, None
+            if last is not None:
+                last.result()
             for number, (told, groups) in enumerate(self._options):
                 options = told()
                 if options is not None:

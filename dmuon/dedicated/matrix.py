@@ -231,11 +231,16 @@ class OwnedMatrix:
         """
         if self.full.grad is not None:
             return self.full.grad
-        kept = [part.partial for part in self.parts if part.partial is not None]
+        kept = [(part, part.partial) for part in self.parts if part.partial is not None]
         if not kept:
             return None
-        flat = joined(kept, kept[0])
-        return self.like_rest(flat if self.is_split else flat.view(kept[0].shape), f"{self.fqn}.grad")
+        local = kept[0][1]
+        if self.is_split:  # what is kept becomes views of what the user sees, so that edits reach it
+            local = joined([partial for _, partial in kept], local)
+            pieces = local.split([partial.numel() for _, partial in kept])
+            for (part, partial), piece in zip(kept, pieces, strict=True):
+                part.partial = piece.view(partial.shape)
+        return self.like_rest(local, f"{self.fqn}.grad")
 
     def drop_waiting(self) -> None:
         """Forget that."""

@@ -267,8 +267,7 @@ class Runtime:
             self.recover()
         self._begin_pass()
         trains = torch.is_grad_enabled()
-        if self.comm.tensor is not None or not trains:
-            self.order_check.restart()
+        self.order_check.restart()  # blocks may also have run without gradients inside a pass that trains
         if trains:
             self.gradients.averager.look()
 

@@ -163,6 +163,23 @@ def test_gradients_are_accumulated_part_by_part(rank: int, world: int, kind: str
     assert_equal_weights(full_state(model), fused_reference(STEPS))
 
 
+@pytest.mark.pitfall("P67")
+@on_ranks(4)
+def test_an_edit_of_what_waits_for_the_other_replica_counts(rank: int, world: int) -> None:
+    """Of several matrices in one tensor, too: what was zeroed in place reaches no step."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    model, optimizer = laid(mesh)
+    for step in range(STEPS):
+        dmuon.set_requires_all_reduce(model, False)
+        fused_loss(model, 100 + step, mesh.get_rank(), world).backward()
+        model.zero_grad(set_to_none=False)
+        dmuon.set_requires_all_reduce(model, True)
+        fused_loss(model, step, mesh.get_rank(), world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_weights(full_state(model), fused_reference(STEPS))
+
+
 @on_ranks(2)
 def test_gradients_are_clipped_to_one_norm(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from harness.assertions import assert_equal_weights
 from harness.network import full_state, loss_of
-from harness.oracle import Reference
+from harness.on_ranks import on_ranks
+from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import WIDTH, batch, build
@@ -35,6 +36,23 @@ def train(laid: Laid, optimizer: dmuon.Muon, steps: int = 3) -> None:
 
 
 # -- ranks that differ --------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_one_rank_alone_may_run_a_kept_block_without_gradients_inside_a_forward(rank: int, world: int) -> None:
+    """As for statistics: the others run on, and nothing is compared that they do not compare."""
+    model = build()
+    laid, optimizer = laid_out("1d", model, {}, keep=True)
+
+    def look(model: Any, args: tuple[Tensor, ...]) -> None:
+        if rank == 0 and torch.is_grad_enabled():
+            with torch.no_grad():
+                model.blocks[0](model.embed(*args))
+
+    model.register_forward_pre_hook(look)
+    train(laid, optimizer, 4)
+    assert_equal_weights(full_state(model), reference_weights(steps=4))
+
 
 # Which rank uses the optional matrices in which micro-batch of a step; the kind of each micro-batch.
 USES = [

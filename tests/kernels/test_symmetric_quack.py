@@ -47,6 +47,12 @@ FAULTS = {
     "failing": ("raise RuntimeError('no such kernel')", r"ended with status 1 \(RuntimeError: no such kernel\)"),
     "crashing": ("os.abort()", r"ended with status -6 \("),
     "hanging": ("time.sleep(100)", "did not end within 0.5 s"),
+    "silent": ("os._exit(0)", "ended and told nothing"),
+    "without room": (
+        "raise RuntimeError('CUDA error: out of memory\\nCompile with more')",
+        r"status 1 \(out of memory\)",
+    ),
+    "talkative": ("print('compiled'); import atexit; atexit.register(print, 'bye')", ""),
 }
 QUICK = ("right", "wrong", "crashing", "hanging")
 
@@ -129,8 +135,8 @@ def test_what_it_failed_by_is_warned_of_once_and_kept(hopper):
 
 
 def test_memory_that_is_short_once_is_not_kept(hopper):
-    hopper.verdict = "a trial of it ended with status 1 (torch.OutOfMemoryError: no room)"
-    with pytest.warns(UserWarning, match="OutOfMemoryError"):
+    hopper.verdict = "a trial of it ended with status 1 (out of memory)"
+    with pytest.warns(UserWarning, match="out of memory"):
         assert chosen()[0] == "triton"
     hopper.verdict = ""
     assert chosen() == ("quack", "")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-from dmuon.kernels.coefficients import SQUARES, Square, Squares
+from dmuon.kernels import coefficient_sequence
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 FP64 = torch.float64
+SQUARES: Any = coefficient_sequence("squares", 5)
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def coefficients(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     torch.set_num_threads(threads)
 
 
-def values(squares: Squares, sigma: torch.Tensor) -> torch.Tensor:
+def values(squares: Any, sigma: torch.Tensor) -> torch.Tensor:
     numerics = importlib.import_module("numerics")
     found: torch.Tensor = numerics.polynomial(sigma, squares)
     return found
@@ -48,7 +51,8 @@ def test_the_top_bears_what_rounding_adds_to_the_norm(coefficients: ModuleType) 
 
 def test_the_proof_sees_a_peak_that_a_grid_does_not(coefficients: ModuleType) -> None:
     """Against the extrema by calculus."""
-    quintic = Squares("", ((Square(2.0, (-4.0,), 3.0),),), 5)  # s (2 r² - 4 r + 3), r = s²
+    square = replace(SQUARES.blocks[0][0], square=2.0, addends=(-4.0,), identity=3.0)
+    quintic = replace(SQUARES, name="", blocks=((square,),))  # s (2 r² - 4 r + 3), r = s²
     low, high = coefficients.prove(quintic, 0.1, 1.0, accuracy=1e-6)
     roots = [math.sqrt(r) for r in ((12 + math.sqrt(144 - 120)) / 20, (12 - math.sqrt(144 - 120)) / 20)]
     exact = [s * (2 * s**4 - 4 * s**2 + 3) for s in (0.1, 1.0, *roots)]

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.commands import command
 from harness.limits import PROGRAM_SECONDS
 
 from dmuon.tools.check import device, report, training
-from dmuon.tools.cli.check import launch, main
+from dmuon.tools.cli.check import launch
+
+main = command("dmuon-check")
 
 CHECKS = ["parity", "clip", "same bits", "ownership", "collectives", "checkpoint"]
 COMMAND = (sys.executable, "-m", "dmuon.tools.cli.check")
@@ -188,10 +191,10 @@ class TwoRanks:
         total_seconds = staticmethod(lambda: 10.0)
 
     def __init__(self, error: str | None = None, lines: list[report.Line] | None = None) -> None:
-        self._other = (error, False, lines or [])
+        self.other = (error, False, lines or [])
 
     def gather(self, item: Any) -> list[Any]:
-        return [item, self._other]
+        return [item, self.other]
 
 
 def board_of(error: str | None = None, *lines: report.Line) -> report.Board:

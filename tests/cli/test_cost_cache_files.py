@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.commands import command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dmuon.tools.cli.profile import main
+main = command("dmuon-profile")
+
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = {

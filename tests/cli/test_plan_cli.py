@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.commands import command
 from harness.configs import LLAMA_8B, QWEN_MOE, written
 
 from dmuon import OwnerPlan
-from dmuon.tools.cli.plan import main
+
+main = command("dmuon-plan")
 
 CONFIG = LLAMA_8B | {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,

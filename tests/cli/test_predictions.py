@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness.commands import command
 from harness.configs import LLAMA_8B, QWEN_MOE, SMALL_LLAMA, written
 
-from dmuon.tools.cli.plan import main
+main = command("dmuon-plan")
+
 
 FIT = Path(__file__).resolve().parents[2] / "bench/results/simulation-fit.json"
 MOE = QWEN_MOE | {

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.commands import command
 from harness.configs import written
 
 from dmuon.kernels import newton_schulz_flops
 from dmuon.planning import profiler
-from dmuon.tools.cli.profile import main
+
+main = command("dmuon-profile")
 
 CPU = torch.device("cpu")
 TINY = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import Raised, assert_equal_weights, assert_same_bits, assert_same_tensors, raised_by
 from harness.checkpoints import SAVED, TOTAL, Run, save, start
+from harness.dtensors import local_tensor
 from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
 from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
@@ -34,7 +35,6 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.platform.torch_private import local_tensor
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
 

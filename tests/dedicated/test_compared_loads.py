@@ -8,11 +8,11 @@ import pytest
 import torch
 from harness.assertions import assert_same_tensors
 from harness.checkpoints import start
+from harness.dtensors import local_tensor
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 
 from dmuon.dedicated.dedication import dedications
-from dmuon.platform.torch_private import local_tensor
 
 
 @on_ranks(2)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from harness.assertions import Raised, raised_by
+from harness.commands import command
 from harness.dedicated_toy import default_mesh, refused
 from harness.pool import RankPool
 from harness.toy import build
@@ -39,19 +39,19 @@ def test_unusable_cost_files_are_refused_by_name(ranks: RankPool, tmp_path: Path
             assert raised.matches(ValueError, rf"cost cache .*costs\.json: .*{UNUSABLE[name][1]}"), raised
 
 
-def save_costs(_rank: int, _world: int, folder: str) -> None:
-    """Files that fit this machine, two of them altered."""
-    from dmuon.planning.cost_cache import CostCache, Timing
-    from dmuon.planning.device_key import NsOptions, device_key
-
-    timing = Timing(median_ns=1000, p10_ns=990, p90_ns=1010, n=5)
-    path = Path(folder) / "costs.json"
-    CostCache(device_key(torch.device("cpu"), NsOptions()), {s: {1: timing} for s in {(13, 13), (13, 29)}}).save(path)
-    text = path.read_text()
-    document = json.loads(text)
+def save_costs(folder: Path) -> None:
+    """Files that fit this machine, with times of our own, two of them altered."""
+    path = folder / "costs.json"
+    options = ("--shapes", "13x13,13x29", "--max-batch", "1", "--budget", "5", "--device", "cpu")
+    assert command("dmuon-profile")([*options, "--out", str(path)]) == 0
+    document = json.loads(path.read_text())
+    for batches in document["entries"].values():
+        batches["1"] = {"median_ns": 1000, "p10_ns": 990, "p90_ns": 1010, "n": 5}
+    text = json.dumps(document)
+    path.write_text(text)
+    (folder / "negative.json").write_text(text.replace("1000", "-1000"))
     document["key"]["device"] = "another device"
-    (Path(folder) / "foreign.json").write_text(json.dumps(document))
-    (Path(folder) / "negative.json").write_text(text.replace("1000", "-1000"))
+    (folder / "foreign.json").write_text(json.dumps(document))
 
 
 def plan_from_cost_file(_rank: int, _world: int, path: str) -> tuple[str, int]:
@@ -61,7 +61,7 @@ def plan_from_cost_file(_rank: int, _world: int, path: str) -> tuple[str, int]:
 
 @pytest.mark.pitfall("P50")
 def test_cost_files_of_another_device_are_refused_and_of_this_one_used(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(1, save_costs, str(tmp_path))
+    save_costs(tmp_path)
     messages = {
         "foreign": r"'device' is 'another device', this run's is .*dmuon-profile",
         "negative": r"negative\.json: .*-1000",

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
+from harness.dtensors import local_tensor
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.pool import RankPool
@@ -29,7 +30,6 @@ from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.integrations import require_whole
-from dmuon.platform.torch_private import local_tensor
 
 WIDTH, EXPERTS, LAYERS, TOKENS, VOCAB = 8, 4, 2, 5, 17
 STEPS, MAX_NORM = 4, 0.05

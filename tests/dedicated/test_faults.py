@@ -250,10 +250,10 @@ class Failing:
     """A work that ends and then raises, as one whose peer is gone does."""
 
     def __init__(self, work: Any) -> None:
-        self._work = work
+        self.work = work
 
     def wait(self) -> None:
-        self._work.wait()
+        self.work.wait()
         raise RuntimeError("Connection closed by peer\nstack of the back end")
 
     def is_completed(self) -> bool:

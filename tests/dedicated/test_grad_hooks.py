@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import about, assert_equal_weights
+from harness.dtensors import local_tensor
 from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
@@ -18,7 +19,6 @@ from torch import Tensor
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
-from dmuon.platform.torch_private import local_tensor
 
 pytestmark = pytest.mark.pitfall("P67")
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_same_tensors, raised_by
+from harness.dtensors import local_tensor
 from harness.network import full_state, tensor_parallel
 from harness.on_ranks import on_ranks
 from harness.topologies import LAYOUTS, lay
@@ -26,9 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
-from dmuon.comm.monitor import CollectiveError
 from dmuon.dedicated import initial_values
-from dmuon.platform.torch_private import local_tensor
 
 
 class Angles(nn.Module):
@@ -206,9 +205,8 @@ def test_a_failure_of_the_first_rank_ends_all_and_leaves_the_model_as_it_was(ran
         says = r"initializing module 'blocks\.0\.norm' \(LayerNorm\) failed: no such file"
         assert raised.matches(RuntimeError, says), raised
     else:
-        assert raised.matches(CollectiveError, "initializing 'embed' and what follows was given up, because rank 0"), (
-            raised
-        )
+        given_up = "initializing 'embed' and what follows was given up, because rank 0"
+        assert raised.matches(dmuon.CollectiveError, given_up), raised
     assert all(dict(model.named_parameters())[name] is param for name, param in params.items())
     torch.manual_seed(3)
     dmuon.dedicate_params(model, mesh, costs="flops")
@@ -319,7 +317,7 @@ def test_values_for_the_tensors_of_another_module_are_never_lost(rank: int, worl
         says = r"initializing module 'blocks\.0' \(Sequential\) failed: it writes to a tensor of another module"
         assert raised.matches(RuntimeError, says), raised
     else:
-        assert raised.matches(CollectiveError, "was given up, because rank 0"), raised
+        assert raised.matches(dmuon.CollectiveError, "was given up, because rank 0"), raised
 
 
 @on_ranks(4)
@@ -351,4 +349,4 @@ def test_a_function_that_changes_what_a_module_holds_is_told(rank: int, world: i
     if rank == 0:
         assert raised.matches(RuntimeError, r"'weight' is not what it was: \(13, 13\), torch.float32 on cpu"), raised
     else:
-        assert raised.matches(CollectiveError, "was given up, because rank 0"), raised
+        assert raised.matches(dmuon.CollectiveError, "was given up, because rank 0"), raised

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.assertions import assert_close
+from harness.dtensors import local_tensor
 from harness.network import Network, full_state, is_matrix, loss_of
 from harness.on_ranks import on_ranks
 from harness.topologies import Laid, lay
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.platform.torch_private import local_tensor
 
 TOLERANCE = 2e-6
 foreach_norm = torch._foreach_norm  # what torch's own clipping calls

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, relative_errors
+from harness.dtensors import local_tensor
 from harness.network import full_state, is_matrix, loss_of, shard
 from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
@@ -16,16 +17,11 @@ from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon.dedicated.owned_tensor import OwnedTensor
 
 BF16 = torch.bfloat16
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def only_matrices(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -55,9 +51,9 @@ def mixed_run(
         loss_of(model, *shard(batch(step), rank, world)).backward()
         for param in model.parameters():
             if isinstance(param, OwnedTensor):
-                at_rest |= {param.dtype, local(param).dtype, param.grad.dtype, local(param.grad).dtype}
+                at_rest |= {param.dtype, local_tensor(param).dtype, param.grad.dtype, local_tensor(param.grad).dtype}
         optimizer.step()
-        at_rest |= {local(optimizer.state[p]["momentum_buffer"]).dtype for p in dmuon.owned_parameters(model)}
+        at_rest |= {local_tensor(optimizer.state[p]["momentum_buffer"]).dtype for p in dmuon.owned_parameters(model)}
     return full_state(model), inside, at_rest
 
 
@@ -195,9 +191,9 @@ def untouched_gradients(rank: int, world: int) -> None:
         for step in range(2):
             optimizer.zero_grad()
             loss_of(model, *shard(batch(step), rank, world)).backward()
-            before = [local(p.grad).clone() for p in model.parameters()]  # type: ignore[arg-type]
+            before = [local_tensor(p.grad).clone() for p in model.parameters()]  # type: ignore[arg-type]
             optimizer.step()
-            after = [local(p.grad) for p in model.parameters()]  # type: ignore[arg-type]
+            after = [local_tensor(p.grad) for p in model.parameters()]  # type: ignore[arg-type]
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -220,7 +216,7 @@ def poisoned_block(rank: int, world: int) -> dict[str, Tensor]:
     dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
     optimizer = dmuon.Muon(model, **OPTIONS)
     loss_of(model, *shard(batch(0), rank, world)).backward()
-    grad = local(model.blocks[1].mix.weight.grad)
+    grad = local_tensor(model.blocks[1].mix.weight.grad)
     if grad.numel():
         grad[0, 0] = math.nan
     optimizer.step()

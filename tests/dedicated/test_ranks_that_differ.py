@@ -18,7 +18,6 @@ from harness.traffic import Traffic
 from torch import Tensor
 
 import dmuon
-from dmuon.comm.monitor import CollectiveError
 
 # -- options ------------------------------------------------------------------------------------------------------
 
@@ -53,7 +52,7 @@ def check_edits(layouts: list[str], rank: int, names: list[str]) -> None:
             optimizer.zero_grad()
             if rank == 1:
                 edit(optimizer)
-            with pytest.raises(CollectiveError, match="the ranks have different options") as caught:
+            with pytest.raises(dmuon.CollectiveError, match="the ranks have different options") as caught:
                 laid.backward(1)  # the vote of the dedicated residency
                 optimizer.step()  # that of the exchanged one
             assert re.search(told, str(caught.value)), (layout, name, str(caught.value))
@@ -78,7 +77,7 @@ def test_options_that_differ_end_all_ranks_in_every_layout(rank: int, world: int
 def test_options_that_differ_from_the_start_are_told_in_the_first_backward(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build())
     optimizer = laid.optimizer(momentum=0.9 + 0.05 * rank)
-    with pytest.raises(CollectiveError, match=r"momentum of group 0=0\.9"):
+    with pytest.raises(dmuon.CollectiveError, match=r"momentum of group 0=0\.9"):
         laid.backward(0)
     assert optimizer is not None
 
@@ -99,7 +98,7 @@ def check_freezing(layouts: list[str], rank: int) -> None:
             optimizer.zero_grad()
             if rank == 1:
                 params[name].requires_grad_(False)
-            with pytest.raises(CollectiveError, match=rf"requires_grad of '{name}'=False"):
+            with pytest.raises(dmuon.CollectiveError, match=rf"requires_grad of '{name}'=False"):
                 laid.backward(3)
                 dmuon.clip_grad_norm_(laid.model.parameters(), 1.0)
 
@@ -169,7 +168,7 @@ def test_evaluation_in_another_order_is_told_at_its_end(rank: int, world: int) -
     with torch.no_grad():
         model(tokens)
         model.forward = lambda tokens: by_order(model, tokens, [0, 1, 2] if rank == 0 else [0, 2, 1])
-        with pytest.raises(CollectiveError, match=r"fill of block 'blocks\.[12]'.* on rank [01] where rank"):
+        with pytest.raises(dmuon.CollectiveError, match=r"fill of block 'blocks\.[12]'.* on rank [01] where rank"):
             model(tokens)
 
 
@@ -186,7 +185,7 @@ def test_what_fsdp_gathers_beside_kept_weights_is_compared(rank: int, world: int
     laid.backward(0)
     optimizer.step()
     model.forward = lambda tokens: by_order(model, tokens, [0, 1, 2] if rank == 0 else [0, 2, 1])
-    with torch.no_grad(), pytest.raises(CollectiveError, match=r"blocks 'blocks\.0' 'blocks.\d' .* on rank"):
+    with torch.no_grad(), pytest.raises(dmuon.CollectiveError, match=r"blocks 'blocks\.0' 'blocks.\d' .* on rank"):
         model(tokens)
 
 
@@ -203,7 +202,7 @@ def test_tensor_parallel_ranks_compare_the_blocks_that_ran(rank: int, world: int
         model(tokens)
         model.forward = lambda tokens: by_order(model, tokens, orders[0])
         order = r".blocks 'blocks\.0' 'blocks\.\d' 'blocks\.\d'."
-        with pytest.raises(CollectiveError, match=rf"{order} on rank [01] where rank [01] has {order}"):
+        with pytest.raises(dmuon.CollectiveError, match=rf"{order} on rank [01] where rank [01] has {order}"):
             for blocks in [] if root else orders:
                 by_order(model, tokens, blocks)
             model(tokens)
@@ -214,7 +213,7 @@ def test_tensor_parallel_ranks_compare_the_blocks_that_ran(rank: int, world: int
 def test_evaluation_past_the_root_is_told_when_a_block_runs_again(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build(block=Even), comm=dmuon.CommOptions(prefetch=0))
     tokens, order = batch(0)[0], [0, 1, 2] if rank == 0 else [0, 2, 1]
-    with torch.no_grad(), pytest.raises(CollectiveError, match=r"fill of block"):
+    with torch.no_grad(), pytest.raises(dmuon.CollectiveError, match=r"fill of block"):
         for _ in range(2):
             by_order(laid.model, tokens, order)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import Raised, raised_by, says_what_to_do
 from harness.dedicated_toy import dedicate, dedicated, default_mesh, refused
+from harness.inside import default_store
 from harness.network import Network
 from harness.pool import RankPool
 from harness.toy import batch, build
@@ -289,7 +290,7 @@ def test_mistakes_raise_on_every_rank_and_move_nothing(mistakes: list[dict[str, 
 def mesh_outlived_its_group(rank: int, world: int) -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     sub = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b"))["b"]
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     dist.destroy_process_group()
     with pytest.raises(ValueError, match="torn down"):
         dedicate(build(), mesh)

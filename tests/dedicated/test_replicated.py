@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.inside import buckets_of
 from harness.network import Network, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import Reference
@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from dmuon.dedicated import replicated
 
 STEPS = 5
 UNTIL = 3  # steps in which every rank has all gradients, once each
@@ -67,15 +66,6 @@ def reference(change: str) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-@contextmanager
-def small_buckets() -> Iterator[None]:
-    kept, replicated._BUCKET_BYTES = replicated._BUCKET_BYTES, 64
-    try:
-        yield
-    finally:
-        replicated._BUCKET_BYTES = kept
-
-
 def dedicated(model: Network, world: int, **options: Any) -> Network:
     dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops", **options)
     return model
@@ -84,7 +74,7 @@ def dedicated(model: Network, world: int, **options: Any) -> Network:
 @on_ranks(2)
 @pytest.mark.parametrize("change", ["unused", "checkpointed"])
 def test_averages_are_right_when_gradients_begin_to_come_otherwise(rank: int, world: int, change: str) -> None:
-    with small_buckets():
+    with buckets_of(64):
         model = dedicated(Changing(change), world)
         optimizer = dmuon.Muon(model, **OPTIONS)
         for step in range(STEPS):
@@ -99,7 +89,7 @@ def test_averages_are_right_when_gradients_begin_to_come_otherwise(rank: int, wo
 @pytest.mark.parametrize("change", ["unused on one rank", "elsewhere on one rank"])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_ranks_may_use_parameters_differently(rank: int, world: int, change: str, asynchronous: bool) -> None:
-    with small_buckets():
+    with buckets_of(64):
         model = dedicated(Changing(change), world, comm=dmuon.CommOptions(asynchronous=asynchronous))
         for step in range(UNTIL + 2):
             model.step = step

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.dtensors import local_tensor
 from harness.network import full_state, loss_of, shard
 from harness.oracle import Reference
 from harness.pool import RankPool
@@ -69,7 +70,7 @@ def run_placement(rank: int, world: int, keep: bool) -> dict[str, Any]:
 
     def check(filled: int) -> None:
         for param in dmuon.owned_parameters(model):
-            held = param._local_tensor.untyped_storage().nbytes()
+            held = local_tensor(param).untyped_storage().nbytes()
             assert held == (param.numel() * 4 if owners[param.fqn] == rank else 0), param.fqn
         assert _filled(runtime) == filled, [g.buffer_nbytes for g in runtime.buffers]
 
@@ -83,7 +84,7 @@ def run_placement(rank: int, world: int, keep: bool) -> dict[str, Any]:
         for entry in runtime.matrices():
             assert entry.full.grad is None
             grad = entry.rest.grad
-            assert grad._local_tensor.shape == (entry.shape if entry.owner == rank else (0, entry.shape[1]))
+            assert local_tensor(grad).shape == (entry.shape if entry.owner == rank else (0, entry.shape[1]))
         optimizer.step()
         check(len(runtime.buffers) if keep else 1)  # published: prefetch depth 1
         with torch.no_grad():
@@ -108,7 +109,7 @@ def test_placeholders_are_empty_and_buffers_freed(ranks: RankPool, keep: bool) -
 def gradient_storage(_rank: int, _world: int, name: str) -> tuple[int, int]:
     laid = lay(name, build())
     laid.loss(0).backward()
-    grads = [p.grad._local_tensor for p in dmuon.owned_parameters(laid.model)]
+    grads = [local_tensor(p.grad) for p in dmuon.owned_parameters(laid.model)]
     kept = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads if g.numel()}
     return sum(kept.values()), sum(-(-g.nbytes // 256) * 256 for g in grads)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.dtensors import local_tensor
 from harness.network import loss_of
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
@@ -78,7 +79,7 @@ def _live_storage() -> int:
     storages = {}
     for obj in gc.get_objects():
         if issubclass(type(obj), Tensor) and not issubclass(type(obj), FakeTensor):  # torch.compile leaves some
-            storage = (obj._local_tensor if hasattr(obj, "_local_tensor") else obj).untyped_storage()
+            storage = local_tensor(obj).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
@@ -95,7 +96,7 @@ def _live_storage_down_to(limit: float) -> int:
 
 
 def _local_bytes(tensor: Tensor) -> int:
-    local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    local = local_tensor(tensor)
     return local.numel() * local.element_size()
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import about, assert_equal_weights
+from harness.dtensors import local_tensor
 from harness.network import Block, Network, Size, full_state
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
@@ -209,7 +210,7 @@ def test_unseen_gradients_accumulate_and_wait_as_others_do(rank: int, world: int
     loss_of(model, *laid.mine(batch(1))).backward()
     for matrix in dedications(model)[0].runtime.matrices():
         if matrix.fqn in expected and matrix.owner == rank:
-            found = matrix.rest.grad._local_tensor
+            found = local_tensor(matrix.rest.grad)
             torch.testing.assert_close(found, expected[matrix.fqn], rtol=1e-5, atol=1e-7)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.checkpoints import MOMENTUM, SINGLE, TOTAL, Run, expected_weights, start
+from harness.dtensors import local_tensor
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dmuon
-from dmuon.platform.torch_private import local_tensor
 
 
 def train_growing(run: Run) -> dict[str, Tensor]:

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.dtensors import give, noise, parameter
+from harness.dtensors import give, local_tensor, noise, parameter
+from harness.inside import exchange_of
 from harness.jobs import Ended, run_ranks
 from harness.on_ranks import on_ranks
 from harness.pool import RankPool
@@ -26,7 +27,6 @@ from torch.testing import assert_close
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config
-from dmuon.platform.torch_private import local_tensor
 
 FAULT_STEP = 2
 LIMIT = 45.0  # for a busy machine
@@ -57,7 +57,7 @@ ACTS: dict[str, Callable[..., None]] = {"killed": kill, "raising": throw}
 
 def at_place(optimizer: dmuon.Muon, where: str, act: Callable[..., None]) -> None:
     """Do ``act`` in the next step, when the rank comes to a collective of this kind."""
-    monitor = optimizer._exchange.domains[0][0].monitor
+    monitor = exchange_of(optimizer).domains[0][0].monitor
 
     def before(call: Callable[..., Any], *args: Any) -> Any:
         if any(where in what for what in args if isinstance(what, str)):
@@ -123,15 +123,15 @@ class Users:
 
     def __init__(self, rank: int, world: int, where: str, act: str, victim: int) -> None:
         self.step = 0
-        self._world = world
-        self._where = where if rank == victim else ""
+        self.world = world
+        self.where = where if rank == victim else ""
         self.act = act
 
     def gather(self, update: Tensor, dst_rank: int, state: dict[str, Any]) -> Any:
-        whole = torch.empty(update.shape[0] * self._world, update.shape[1])
+        whole = torch.empty(update.shape[0] * self.world, update.shape[1])
         if self.fails("gather"):
             ACTS[self.act]()
-        parts = list(whole.chunk(self._world)) if state["rank"] == dst_rank else None
+        parts = list(whole.chunk(self.world)) if state["rank"] == dst_rank else None
         work = dist.gather(update, parts, dst=dst_rank, async_op=True)
         if self.fails("shape") and state["rank"] == dst_rank:
             whole = whole[:-1, :-1]
@@ -141,11 +141,11 @@ class Users:
         if self.fails("redistribute"):
             ACTS[self.act]()
         part = torch.empty(state["parts"][state["current_param_idx"]])
-        parts = None if update is None else list(update.chunk(self._world))
+        parts = None if update is None else list(update.chunk(self.world))
         return part, dist.scatter(part, parts, src=src_rank, async_op=True)
 
     def fails(self, where: str) -> bool:
-        return self.step == FAULT_STEP and where == self._where
+        return self.step == FAULT_STEP and where == self.where
 
 
 def steps_of_users(rank: int, world: int, where: str, act: str, victim: int) -> None:
@@ -217,8 +217,7 @@ def test_nothing_is_tried_again_or_done_alone(rank: int, world: int) -> None:
     optimizer = dmuon.Muon(params, distributed_config=config)
     give_gradients(params, 0)
     optimizer.step()
-    assert optimizer._exchange is not None
-    monitor = optimizer._exchange.domains[0][0].monitor
+    monitor = exchange_of(optimizer).domains[0][0].monitor
     start, tried = monitor.start, []
 
     def failing(lane: Any, what: str, launch: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_close, assert_equal_weights
-from harness.dtensors import give, no_whole_tensors, noise, parameter, placements_of, whole
+from harness.dtensors import give, local_tensor, no_whole_tensors, noise, parameter, placements_of, whole
 from harness.hand_laid import Weights
 from harness.network import Block, Network, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import dmuon
 from dmuon import create_dtensor_config
 from dmuon.kernels.newton_schulz import stages
-from dmuon.platform.torch_private import local_tensor
 
 storage = importlib.import_module("dmuon.kernels.device")
 

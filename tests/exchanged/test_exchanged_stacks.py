@@ -11,6 +11,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights, raised_by
 from harness.dtensors import no_whole_tensors, noise, parameter, placements_of
 from harness.hand_laid import Weights
+from harness.inside import exchange_of
 from harness.network import full_state
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
@@ -136,8 +137,7 @@ def test_experts_are_exchanged_by_the_ranks_that_hold_them_and_no_others(rank: i
     optimizer = weights.optimizer(create_dtensor_config(costs="flops", prefetch_count=2))
     pair = (0, 1) if rank < 2 else (2, 3)
     first, count = (0, -(-experts // 2)) if rank < 2 else (-(-experts // 2), experts // 2)
-    exchange = optimizer._exchange
-    assert exchange is not None
+    exchange = exchange_of(optimizer)
     tasks = [task for task in exchange.tasks() if task.param is stack]
     assert {task.shared.domain.ranks for task in tasks if task.shared} == ({pair} if count else set())
     assert sorted(number for task in tasks for number in task.numbers) == [*range(first, first + count)]
@@ -215,8 +215,7 @@ def test_a_users_assignment_that_asks_the_generated_one_keeps_its_plan(rank: int
     found = []
     for one in (create_dtensor_config(costs="flops"), asked):
         optimizer = dmuon.Muon([{"params": [stack], "use_muon": True}], distributed_config=one, **OPTIONS)
-        assert optimizer._exchange is not None
-        tasks = optimizer._exchange.tasks()
+        tasks = exchange_of(optimizer).tasks()
         found.append([(task.numbers, task.shared.parcel.owner, task.shared.domain.ranks) for task in tasks])
     assert found[0] == found[1] and len({owner for _, owner, _ in found[0]}) == 2
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
+from harness.inside import default_store, exchange_of
 from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
@@ -271,7 +272,7 @@ def test_a_mesh_that_says_nothing_is_refused(rank: int, world: int) -> None:
 @on_ranks(2, fresh=True)
 def test_configs_outlive_their_process_groups(rank: int, world: int) -> None:
     """The same ones, and a new one, after all process groups were destroyed and made again."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     group = init_device_mesh("cpu", (world,)).get_group()
     configs = [create_dtensor_config(costs="flops"), create_processgroup_config(fsdp_pg=group, costs="flops")]
     for made_anew in (False, True):
@@ -341,7 +342,7 @@ def test_ranks_without_matrices_take_steps(rank: int, world: int) -> None:
         bias.grad = torch.ones(3)
         optimizer.step()
         assert optimizer.exchanged() == []
-        assert optimizer._exchange is not None and optimizer._exchange.domains == []
+        assert exchange_of(optimizer).domains == []
 
 
 # -- one configuration, several optimizers ----------------------------------------------------------------------------
@@ -416,7 +417,7 @@ def test_a_configuration_serves_several_optimizers(
         every[k].step(optimizers[k], grads)
     for weights, optimizer in zip(every, optimizers, strict=True):
         weights.check(optimizer)
-    first, second = (optimizer._exchange.domains for optimizer in optimizers if optimizer._exchange is not None)
+    first, second = (exchange_of(optimizer).domains for optimizer in optimizers)
     assert not {id(domain) for domain, _ in first} & {id(domain) for domain, _ in second}
 
 

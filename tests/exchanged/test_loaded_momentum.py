@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.checkpoints import MOMENTUM, Experts, by_dtensors, start, world_of
+from harness.dtensors import local_tensor
 from harness.on_ranks import attempt, on_ranks
 from harness.pool import Outcome, RankPool
 from harness.toy import OPTIONS
@@ -17,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
-from dmuon.platform.torch_private import local_tensor
 
 
 def load_faulty(rank: int, world: int, name: str, fault: str, everywhere: bool) -> None:

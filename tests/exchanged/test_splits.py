@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.dtensors import functions_of_whole_tensors, no_whole_tensors, placements_of
-from harness.hand_laid import SPLITS, Split, Weights
+from harness.hand_laid import SPLITS, Split, Weights, be_made_of
 from harness.on_ranks import on_ranks, over_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import dmuon
-from dmuon import DistributedConfig, create_dtensor_config
-from dmuon.model.matrix_spec import MatrixSpec, remember_spec
+from dmuon import DistributedConfig, MatrixSpec, create_dtensor_config
 
 STEPS = 3
 
@@ -133,7 +132,7 @@ def test_kernels_that_are_stored_channels_last_are_updated_in_place() -> None:
 def test_matrices_of_one_shape_that_are_stored_otherwise_have_rates_of_their_own() -> None:
     """``(in, out)`` beside ``(out, in)``: a rate that depends on which side is the output."""
     plain, stored = nn.Parameter(torch.ones(4, 9)), nn.Parameter(torch.ones(4, 9))
-    remember_spec(stored, MatrixSpec(transposed=True))
+    be_made_of(stored, MatrixSpec(transposed=True))
     optimizer = dmuon.Muon(
         [{"params": [plain, stored], "use_muon": True}], lr=1.0, weight_decay=0.0, adjust_lr_fn="original"
     )
@@ -145,7 +144,5 @@ def test_matrices_of_one_shape_that_are_stored_otherwise_have_rates_of_their_own
 
 @pytest.mark.parametrize("shape", [(6, 5), (4, 4)])
 def test_a_spec_that_does_not_fit_is_refused(shape: tuple[int, int]) -> None:
-    param = nn.Parameter(torch.ones(shape))
-    remember_spec(param, MatrixSpec((2, 2, 3)))
     with pytest.raises(ValueError, match=rf"describes 7 outputs, a tensor of shape \({shape[0]}, {shape[1]}\) has"):
-        dmuon.Muon([{"params": [param], "use_muon": True}])
+        be_made_of(nn.Parameter(torch.ones(shape)), MatrixSpec((2, 2, 3)))

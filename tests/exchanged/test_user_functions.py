@@ -61,10 +61,10 @@ class Joined:
     """What a collective brings, once it has been waited for."""
 
     def __init__(self, value: Tensor | None, work: Any) -> None:
-        self.value, self._work = value, work
+        self.value, self.work = value, work
 
     def wait(self) -> Tensor | None:
-        self._work.wait()
+        self.work.wait()
         return self.value
 
 

@@ -49,10 +49,10 @@ _WRAPPER = re.compile(r"Linear|Conv[12]d|ModuleList|Sequential|(Conv|Linear).*(N
 class _Called(nn.Module):
     def __init__(self, owner: nn.Module, args: Any, kwargs: Any) -> None:
         super().__init__()
-        self._call = owner, args, kwargs
+        self.call = owner, args, kwargs
 
     def forward(self) -> Any:
-        owner, args, kwargs = self._call
+        owner, args, kwargs = self.call
         return owner(*args, **kwargs)
 
 

@@ -23,8 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 import dmuon
-from dmuon.platform.torch_private import local_tensor
-from harness.dtensors import functions_of_whole_tensors
+from harness.dtensors import functions_of_whole_tensors, local_tensor
 from harness.network import is_matrix, loss_of
 from harness.oracle import Reference, Twin, reference_weights
 from harness.topologies import LAYOUTS, lay

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from harness.dtensors import local_tensor
 from harness.network import Network, loss_of
 from harness.topologies import Laid, lay
 from harness.toy import batch, build
@@ -60,16 +61,12 @@ def with_gradient(grad: Tensor) -> Tensor:
 # Oracle: torch's functions on whole gradients, in fp64.
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def whole(tensor: Tensor) -> Tensor:
     """All of ``tensor``, on every rank; collective."""
     if not isinstance(tensor, OwnedTensor):
         return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, tensor._local_tensor)
+    dist.all_gather_object(parts, local_tensor(tensor))
     held = [part for part in parts if part.numel()]
     last = tensor.placements[-1]
     if held[0].shape != tensor.shape:
@@ -92,7 +89,7 @@ class Snapshot:
     """What this rank held of the gradients, and what torch makes of it, given the true norm."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self.held = [local(p.grad) for p in params if p.grad is not None]
+        self.held = [local_tensor(p.grad) for p in params if p.grad is not None]
         self.copies = [tensor.clone() for tensor in self.held]
 
     def restore(self) -> None:

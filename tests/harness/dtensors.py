@@ -36,6 +36,11 @@ def give(param: Tensor, grad: Tensor) -> None:
     param.grad = spread(grad, param.device_mesh, param.placements) if on_mesh else grad.clone()
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``, no copy: of an owned parameter, too, whose ``to_local`` is for writing."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def whole(param: Tensor) -> Tensor:
     found = param.full_tensor() if isinstance(param, DTensor) else param
     return found.detach().clone()

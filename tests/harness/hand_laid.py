@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 import dmuon
-from dmuon.model.matrix_spec import MatrixSpec, remember_spec
+from dmuon import MatrixSpec
 from harness.assertions import assert_close
 from harness.dtensors import give, noise, spread, whole
 from harness.oracle import Twin
@@ -62,6 +62,11 @@ class Split:
     shape: tuple[int, ...]
     spec: MatrixSpec
     cut: Callable[[Tensor], list[Tensor]]
+
+
+def be_made_of(param: nn.Parameter, spec: MatrixSpec) -> None:
+    """Let a parameter remember of which matrices it is made, as one of a model does."""
+    dmuon.param_groups(nn.ParameterList([param]), select=lambda *_: spec)
 
 
 SPLITS = [
@@ -132,7 +137,7 @@ class Weights:
         self.laid.append((seed, tuple(shape), part))
         self.params.append(nn.Parameter(part(whole_value)))
         if split is not None:
-            remember_spec(self.params[-1], split.spec)
+            be_made_of(self.params[-1], split.spec)
         return self.params[-1]
 
     def shard(
@@ -182,14 +187,14 @@ class Weights:
         """Weights, and with an optimizer momentum, equal the twin's. Collective for DTensors."""
         weights = self.twin.weights()
         for i, param in enumerate(self.params):
-            self._check(param, i, weights[i], "weights", 1e-5)
+            self.check_one(param, i, weights[i], "weights", 1e-5)
             if optimizer is not None:
                 momentum = optimizer.state[param]["momentum_buffer"]
                 assert momentum.shape == param.shape
                 assert not isinstance(param, DTensor) or momentum.placements == param.placements
-                self._check(momentum, i, self.twin.momentum(i), "momentum", 1e-6)
+                self.check_one(momentum, i, self.twin.momentum(i), "momentum", 1e-6)
 
-    def _check(self, found: Tensor, index: int, expected: Tensor, what: str, tolerance: float) -> None:
+    def check_one(self, found: Tensor, index: int, expected: Tensor, what: str, tolerance: float) -> None:
         _, shape, part = self.laid[index]
         expected = expected.reshape(shape)
         about = f"{what} {index} of shape {shape} as {getattr(found, 'placements', part)}"

@@ -21,11 +21,11 @@ class _Body:
     """What is below a decorator, found by name: workers import the test's module."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
-        self._module = body.__module__
+        self.module = body.__module__
         self.__qualname__ = body.__qualname__
 
     def __call__(self, *args: Any) -> Any:
-        return getattr(importlib.import_module(self._module), self.__qualname__).__wrapped__(*args)
+        return getattr(importlib.import_module(self.module), self.__qualname__).__wrapped__(*args)
 
 
 def on_ranks(size: int | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:

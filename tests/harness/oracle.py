@@ -55,9 +55,9 @@ class Reference:
         muon = [p for n, p in named if matrix(n)]
         rest = [p for n, p in named if not matrix(n)]
         # Of a kernel a matrix in the same memory.
-        self._kernels = [(p, nn.Parameter(p.detach().flatten(1))) for p in muon if p.ndim > 2]
+        self.kernels = [(p, nn.Parameter(p.detach().flatten(1))) for p in muon if p.ndim > 2]
         self.muon = torch.optim.Muon(
-            [*(p for p in muon if p.ndim == 2), *(matrix for _, matrix in self._kernels)],
+            [*(p for p in muon if p.ndim == 2), *(matrix for _, matrix in self.kernels)],
             lr=lr,
             weight_decay=decay,
             momentum=0.95,
@@ -75,14 +75,14 @@ class Reference:
         )
 
     def step(self) -> None:
-        for kernel, matrix in self._kernels:
+        for kernel, matrix in self.kernels:
             matrix.grad = None if kernel.grad is None else kernel.grad.flatten(1)
         with fp32_newton_schulz():
             self.muon.step()
         self.adamw.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for kernel, _ in self._kernels:
+        for kernel, _ in self.kernels:
             kernel.grad = None
         self.muon.zero_grad(set_to_none)
         self.adamw.zero_grad(set_to_none)

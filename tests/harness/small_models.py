@@ -20,12 +20,12 @@ class Model(nn.Module):
 
     def __init__(self, forward: Forward, **children: nn.Module) -> None:
         super().__init__()
-        self._forward = forward
+        self.function = forward
         for name, child in children.items():
             setattr(self, name, child)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._forward(self, x)
+        return self.function(self, x)
 
 
 @dataclass(frozen=True)

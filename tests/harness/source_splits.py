@@ -15,7 +15,6 @@ from typing import Any
 import torch.nn as nn
 from torch.nn.modules.conv import _ConvNd
 
-from dmuon.model.makeup import is_depthwise
 from dmuon.model.routing import route_parameters
 
 _SPLITS = frozenset({"chunk", "split", "unbind", "split_with_sizes", "tensor_split"})
@@ -72,7 +71,7 @@ class _Reader:
     """Follows the outputs of layers through the statements of one function after the other."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self.names: dict[str, Output] = {}
         self.outputs: list[Output] = []
 
@@ -147,7 +146,7 @@ class _Reader:
 
     def evaluate(self, expression: ast.expr) -> Any:
         """What the module itself says; None if that is not all there is to it."""
-        scope = {"self": self._module, "attn": self._module, "hasattr": hasattr, "getattr": getattr}
+        scope = {"self": self.module, "attn": self.module, "hasattr": hasattr, "getattr": getattr}
         try:
             return eval(compile(ast.Expression(expression), "", "eval"), {"__builtins__": {}}, scope)
         except Exception:
@@ -156,7 +155,8 @@ class _Reader:
 
 def _weighted(layer: nn.Module) -> list[nn.Module]:
     """The layers below one that multiply by a matrix."""
-    return [m for m in layer.modules() if isinstance(m, nn.Linear) or (isinstance(m, _ConvNd) and not is_depthwise(m))]
+    convolutions = (m for m in layer.modules() if isinstance(m, _ConvNd) and m.in_channels != m.groups)  # not depthwise
+    return [*(m for m in layer.modules() if isinstance(m, nn.Linear)), *convolutions]
 
 
 Sites = Mapping[tuple[str, str], int]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import dmuon
 from dmuon import DistributedConfig, create_devicemesh_config, create_dtensor_config, create_processgroup_config
 from dmuon.dedicated.dedication import dedications
+from harness.dtensors import local_tensor
 from harness.network import Network, loss_of, shard, tensor_parallel
 from harness.toy import CPU, OPTIONS, batch
 
@@ -243,8 +244,9 @@ def _context_parallel(laid: Laid, options: dict[str, Any], by_mesh: bool) -> Non
 def _average(model: nn.Module, group: dist.ProcessGroup) -> None:
     for param in model.parameters():
         assert isinstance(param.grad, DTensor)
-        dist.all_reduce(param.grad._local_tensor, group=group)
-        param.grad._local_tensor /= dist.get_world_size(group)
+        grad = local_tensor(param.grad)
+        dist.all_reduce(grad, group=group)
+        grad.div_(dist.get_world_size(group))
 
 
 WRAPPERS: dict[str, Callable[[Laid, dict[str, Any]], None]] = {

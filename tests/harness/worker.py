@@ -26,6 +26,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor.debug
 from torch.distributed.device_mesh import DeviceMesh
 
+_WORLD: Any = c10d._world  # where torch keeps its groups
 _NAMES_PER_CALL = 1000  # torch names groups by a counter; groups of other calls have other names
 
 
@@ -73,13 +74,13 @@ class OneThreadGloo(c10d.ProcessGroupGloo):  # type: ignore[name-defined, misc]
     All groups of a worker share one device: each has a thread that wakes a hundred times a second, used or not.
     """
 
-    _device: Any = None
+    shared: Any = None
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        if OneThreadGloo._device is None:
-            OneThreadGloo._device = c10d.ProcessGroupGloo.create_default_device()  # type: ignore[attr-defined]
-        options._devices = [OneThreadGloo._device]
+        if OneThreadGloo.shared is None:
+            OneThreadGloo.shared = c10d.ProcessGroupGloo.create_default_device()  # type: ignore[attr-defined]
+        options._devices = [OneThreadGloo.shared]
         options._timeout = timeout
         options._threads = 1
         super().__init__(store, rank, size, options)
@@ -87,14 +88,13 @@ class OneThreadGloo(c10d.ProcessGroupGloo):  # type: ignore[name-defined, misc]
 
 def _registries() -> list[dict[Any, Any]]:
     """Where torch keeps the groups that exist, the default one included."""
-    world = c10d._world
     return [
-        world.pg_map,
-        world.pg_names,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.tags_to_pg,
-        world.pg_to_tag,
+        _WORLD.pg_map,
+        _WORLD.pg_names,
+        _WORLD.pg_group_ranks,
+        _WORLD.pg_backend_config,
+        _WORLD.tags_to_pg,
+        _WORLD.pg_to_tag,
     ]
 
 
@@ -113,7 +113,7 @@ class _Environment:
         for registry, kept in zip(_registries(), self.registries, strict=True):
             registry.clear()
             registry.update(kept)
-        c10d._world.pg_map[self.default] = ("gloo", dist.PrefixStore(f"call{number}", self.client))  # type: ignore[attr-defined]
+        _WORLD.pg_map[self.default] = ("gloo", dist.PrefixStore(f"call{number}", self.client))
         c10d._update_default_pg(self.default)
 
     def leave(self) -> None:
@@ -121,7 +121,7 @@ class _Environment:
         kept = {self.default}
         for mesh in self.meshes.values():
             kept.update(mesh._pg_registry.values())
-        for group in [group for group in c10d._world.pg_map if group not in kept]:
+        for group in [group for group in _WORLD.pg_map if group not in kept]:
             dist.destroy_process_group(group)
         self.registries = [
             {key: list(value) if isinstance(value, list) else value for key, value in registry.items()}
@@ -168,14 +168,14 @@ class _Groups:
                 del self.environments[world]
                 # DTensor would keep the groups of meshes that nobody can use any more.
                 torch.distributed.tensor.debug._clear_sharding_prop_cache()
-        c10d._world.group_count = 0 if call.alone else call.number * _NAMES_PER_CALL
+        _WORLD.group_count = 0 if call.alone else call.number * _NAMES_PER_CALL
         self.current = self.environments.get(call.world)
         if self.current is None:
             limit = timedelta(seconds=call.timeout)
             client = dist.TCPStore("127.0.0.1", call.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
             store = dist.PrefixStore(f"call{call.number}", client)  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=rank, world_size=call.world, timeout=limit)
-            self.current = _Environment(call.generation, c10d._get_default_group(), client)
+            self.current = _Environment(call.generation, dist.group.WORLD, client)
             self.environments[call.world] = self.current
         else:
             self.current.enter(call.number)
@@ -185,7 +185,7 @@ class _Groups:
         environment, self.current = self.current, None
         if environment is None:  # the group was not even made
             return False
-        if dist.is_initialized() and c10d._get_default_group() is environment.default:
+        if dist.is_initialized() and dist.group.WORLD is environment.default:
             environment.leave()
             return True
         if dist.is_initialized():
@@ -199,7 +199,7 @@ class _Groups:
         def make() -> DeviceMesh:
             return self.init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, **options)
 
-        if self.current is None or options or c10d._world.default_pg is not self.current.default:
+        if self.current is None or options or _WORLD.default_pg is not self.current.default:
             return make()
         key = device_type, tuple(mesh_shape), None if mesh_dim_names is None else tuple(mesh_dim_names)
         mesh = self.current.meshes.get(key)

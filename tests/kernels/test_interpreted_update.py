@@ -126,15 +126,15 @@ class Buffers:
     """Tensors inside larger buffers, whose margins a kernel must leave alone."""
 
     def __init__(self, offset: int) -> None:
-        self._offset = offset
+        self.offset = offset
         self.margins: list[Tensor] = []
 
     def place(self, values: Tensor) -> Tensor:
         """``values`` in a buffer of their own."""
-        stop = self._offset + values.numel()
+        stop = self.offset + values.numel()
         buffer = torch.full((stop + 48,), _MARGIN, dtype=values.dtype)
-        self.margins += [buffer[: self._offset], buffer[stop:]]
-        return buffer[self._offset : stop].view(values.shape).copy_(values)
+        self.margins += [buffer[: self.offset], buffer[stop:]]
+        return buffer[self.offset : stop].view(values.shape).copy_(values)
 
     def margins_intact(self) -> bool:
         return all(bool((margin == _MARGIN).all()) for margin in self.margins)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dmuon.model.matrix_spec import MatrixSpec
+from dmuon import MatrixSpec
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.nn as nn
 from harness.families import HEADS, Conv1D, bare, experts, of
 from harness.trees import D, H, linear, node
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import dmuon
 from dmuon import MatrixSpec
-from dmuon.model.makeup import ModuleTree, known_spec, looks_fused, refusal, sites_of, stored_form
+from dmuon.model.makeup import ModuleTree, known_spec, looks_fused
+from dmuon.model.routing import route_parameters
 
 HF = "transformers.models.any.modeling_any"
 
@@ -20,6 +23,11 @@ def spec_in(owner: nn.Module, path: str) -> MatrixSpec | None:
     holder, _, name = path.rpartition(".")
     module = owner.get_submodule(holder)
     return known_spec(ModuleTree.of(owner), module, name, getattr(module, name))
+
+
+def in_a_block(owner: nn.Module) -> nn.Module:
+    """A model, of which all matrices of ``owner`` are hidden."""
+    return node(layers=nn.ModuleList([owner]))
 
 
 THIRDS = MatrixSpec((D, D, D))
@@ -131,9 +139,8 @@ def test_wrappers_and_classes_made_from_known_ones_change_nothing() -> None:
 )
 def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path: str) -> None:
     assert spec_in(owner, path) is None
-    holder, _, name = path.rpartition(".")
-    module = owner.get_submodule(holder)
-    assert refusal(ModuleTree.of(owner), module, name, getattr(module, name), path) is not None
+    with pytest.raises(ValueError, match=rf"{path}' of shape .* looks like several projections fused"):
+        dmuon.param_groups(in_a_block(owner))
 
 
 @pytest.mark.pitfall("P05", "P91")
@@ -161,15 +168,20 @@ def test_names_are_refused_sizes_are_told_and_neither_says_where_parts_lie(
 ) -> None:
     holder, _, name = path.rpartition(".")
     module = owner.get_submodule(holder)
-    given = ModuleTree.of(owner), module, name, getattr(module, name)
-    fault = refusal(*given, path)
-    assert (fault is not None, looks_fused(*given)) == (refused is True, refused is not None or fault is not None)
-    assert fault is None or ("parts=(…)" in fault and "exclude=" in fault)
+    assert looks_fused(ModuleTree.of(owner), module, name, getattr(module, name)) == (refused is not None)
+    if not refused:
+        dmuon.param_groups(in_a_block(owner))
+        return
+    with pytest.raises(ValueError, match=rf"{path}' of shape .* looks like several projections fused") as caught:
+        dmuon.param_groups(in_a_block(owner))
+    assert "parts=(…)" in str(caught.value) and "exclude=" in str(caught.value)
 
 
 def test_layers_store_matrices_in_four_forms() -> None:
-    def form(module: nn.Module, name: str = "weight") -> MatrixSpec | None:
-        return stored_form(module, name, getattr(module, name))
+    def form(module: nn.Module) -> MatrixSpec | None:
+        model = node(stem=nn.Conv2d(3, 4, 1), layers=nn.ModuleList([node(layer=module, other=linear())]))
+        route = next(route for route in route_parameters(model) if route.fqn.startswith("layers.0.layer."))
+        return route.spec if route.muon else None
 
     assert form(linear()) == MatrixSpec()
     assert form(Conv1D(D, D)) == MatrixSpec(transposed=True)
@@ -177,7 +189,7 @@ def test_layers_store_matrices_in_four_forms() -> None:
     assert form(nn.Conv2d(4, 8, 3, groups=2)) == MatrixSpec(flattened=True, num_heads=2), "groups share no input"
     assert form(nn.Conv1d(4, 8, 3, groups=4)) is None, "depthwise"
     assert form(nn.ConvTranspose2d(4, 8, 3)) is None
-    assert form(of("Experts", w1=bare(3, H, D)), "w1") == MatrixSpec()
+    assert form(of("Experts", w1=bare(3, H, D))) == MatrixSpec()
 
 
 @pytest.mark.pitfall("P78")
@@ -185,10 +197,12 @@ def test_parameters_alone_lead_to_their_modules() -> None:
     block = of("Block", attn=of("BloomAttention", query_key_value=linear(D, 3 * D), **HEADS), mlp=linear())
     elsewhere = nn.ModuleList([block.attn.query_key_value])  # as a framework's own list of layers
     loose = bare(2, 2)
-    tree, sites = sites_of([*block.parameters(), loose])
-    weight = block.attn.query_key_value.weight
-    assert sites[id(weight)] == ((block.attn.query_key_value, "weight"),) and id(loose) not in sites
-    assert known_spec(tree, *sites[id(weight)][0], weight) == MatrixSpec((4, 4, 4), repeats=2)
+    params = [*block.parameters(), loose]
+    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], lr=0.01)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    assert optimizer.last_step.ns_matrices == 3 + 1 + 1, "queries, keys and values; a layer; what no layer holds"
     assert elsewhere[0] is block.attn.query_key_value
 
 
@@ -199,4 +213,5 @@ def test_modules_that_are_not_built_yet_disturb_nobody() -> None:
 
     halfway = Halfway()
     weight = linear().weight
-    assert id(weight) not in sites_of([weight])[1] and isinstance(halfway, nn.Module)
+    dmuon.Muon([{"params": [weight], "use_muon": True}], lr=0.01)
+    assert isinstance(halfway, nn.Module)

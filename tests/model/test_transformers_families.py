@@ -13,9 +13,8 @@ from harness.row_groups import row_groups
 from harness.tiny_configs import TINY
 
 import dmuon
-from dmuon import MatrixSpec
 from dmuon.model.config import read_model
-from dmuon.model.makeup import ModuleTree, known_spec, looks_fused, stored_form
+from dmuon.model.makeup import ModuleTree, known_spec, looks_fused
 from dmuon.model.routing import route_to_blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'frameworks')")
@@ -39,15 +38,9 @@ def build(key: str) -> nn.Module:
 @pytest.mark.parametrize("key", TINY)
 def test_parts_are_what_a_forward_keeps_apart(key: str) -> None:
     model = build(key)
-    tree = ModuleTree.of(model)
-    params: dict[str, nn.Parameter] = {}
-    specs: dict[str, MatrixSpec] = {}
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            form = stored_form(module, name, param)
-            if param.ndim > 1 and form is not None and not isinstance(module, nn.Embedding):
-                params[f"{prefix}.{name}"] = param
-                specs[f"{prefix}.{name}"] = known_spec(tree, module, name, param) or form
+    routes = [route for route in route_to_blocks(model) if route.muon]
+    params = {route.fqn: route.param for route in routes}
+    specs = {route.fqn: route.spec for route in routes}
     dims = {n: specs[n].dim - 3 + p.ndim if not specs[n].flattened else 0 for n, p in params.items()}
     options: dict[str, Any] = {"input_ids": torch.randint(3, 60, (2, 24))}
     if "use_cache" in inspect.signature(model.forward).parameters:

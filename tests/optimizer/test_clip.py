@@ -17,7 +17,6 @@ from harness.clipping import (
     Snapshot,
     all_whole,
     laid_out,
-    local,
     near,
     operations,
     single_process,
@@ -26,6 +25,7 @@ from harness.clipping import (
     whole,
     with_gradient,
 )
+from harness.dtensors import local_tensor
 from harness.network import is_matrix
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS as TOPOLOGIES
@@ -138,7 +138,7 @@ def norms_of_some(params: dict[str, Tensor]) -> int:
     """How many norms of how many gradients were compared."""
     compared = 0
     for name in ("blocks.0.up.bias", "blocks.2.mix.weight", "norm.weight"):
-        local(params[name].grad).zero_()  # type: ignore[arg-type]
+        local_tensor(params[name].grad).zero_()  # type: ignore[arg-type]
     wholes = all_whole(params)
     some = {
         "matrices": [n for n in params if is_matrix(n)],
@@ -182,8 +182,8 @@ def poison(grad: Tensor, holder: int, bad: float) -> None:
         here = all(at[i] == holder % mesh.size(i) for i in split)  # type: ignore[index]
     else:
         here = True
-    if here and local(grad).numel():
-        local(grad).view(-1)[0] = bad
+    if here and local_tensor(grad).numel():
+        local_tensor(grad).view(-1)[0] = bad
 
 
 def clip_nonfinite(params: dict[str, Tensor]) -> int:

@@ -16,7 +16,6 @@ from harness.toy import OPTIONS, build, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmuon
-from dmuon.optimizer.options import check_options
 from dmuon.optimizer.state import loading_fault
 
 NONSENSE = [
@@ -138,11 +137,15 @@ def test_mixed_is_saved_loaded_and_edited_like_other_dtypes() -> None:
 
 def test_mixed_is_refused_for_parameters_on_cuda() -> None:
     """When it is built, loaded or edited, on all ranks: not in a step, where some may have no matrix to run."""
-    group = {**dmuon.Muon(build(), **OPTIONS).param_groups[0], "ns_dtype": "mixed"}
-    check_options(group)
     with FakeTensorMode():
-        group["params"] = [torch.empty(4, 4, device="cuda")]
-    with pytest.raises(ValueError, match="ns_dtype='mixed' is for CPUs, and the matrices are on cuda"):
-        check_options(group)
+        on_cuda = [nn.Parameter(torch.empty(4, 4, device="cuda"))]
+    refused = "ns_dtype='mixed' is for CPUs, and the matrices are on cuda"
+    with pytest.raises(ValueError, match=refused):
+        dmuon.Muon([{"params": on_cuda, "use_muon": True}], ns_dtype="mixed")
+    optimizer = dmuon.Muon(build(), ns_dtype="mixed", **OPTIONS)
+    group = optimizer.param_groups[0]
+    group["params"] = on_cuda
     saved = {"param_groups": [{**group, "params": [0]}], "state": {}}
-    assert "ns_dtype='mixed' is for CPUs" in str(loading_fault(saved, [{**group, "ns_dtype": None}]))
+    assert refused in str(loading_fault(saved, [{**group, "ns_dtype": None}]))
+    with pytest.raises(ValueError, match=f"group 0 of the optimizer was edited: {refused}"):
+        optimizer.step()

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.checkpoints import SINGLE, start, world_of
+from harness.dtensors import local_tensor
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.oracle import is_matrix, reference_weights
@@ -23,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.platform.torch_private import local_tensor
 
 
 def shard_under(optimizer: dmuon.Muon, model: nn.Module, world: int) -> None:

@@ -35,6 +35,7 @@ from harness.checkpoints import (
     tensors_of,
     world_of,
 )
+from harness.dtensors import local_tensor
 from harness.network import full_state, is_matrix
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import reference_weights
@@ -51,7 +52,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon.platform.torch_private import local_tensor
 
 # -- from each layout to others ---------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.inside import default_store
 from harness.network import full_state, is_matrix, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
@@ -226,7 +227,7 @@ def test_a_new_mesh_after_destroying_the_process_group_works(rank: int, world: i
     for attempt in range(2):
         assert_equal_weights(trained(dedicated(rank, world)[0], rank, world), reference_weights(2))
         if attempt == 0:
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             dist.barrier()
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=world)

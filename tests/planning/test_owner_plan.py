@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.commands import command
 from harness.configs import SMALL_LLAMA, written
 from harness.network import full_state, is_matrix
 from harness.on_ranks import on_ranks
@@ -36,7 +37,6 @@ from dmuon.dedicated.dedication import dedications
 from dmuon.planning import agreed_plan
 from dmuon.planning.owner_plan import FoundCosts
 from dmuon.solver import CostTable, Matrix, SolveOptions
-from dmuon.tools.cli.plan import main as plan_command
 
 # Batches of several matrices pay here, and the FLOPs that the planner would go by otherwise say that they do not.
 BATCHED = CostTable({(13, 13): {1: 60, 2: 70, 4: 80}, (13, 29): {1: 100, 2: 110}})
@@ -457,6 +457,6 @@ def test_a_plan_that_the_command_wrote_for_a_config_fits_the_model_of_that_confi
     ranks: RankPool, tmp_path: Path
 ) -> None:
     config, path = written(tmp_path, SMALL_LLAMA | {"intermediate_size": H}), tmp_path / "plan.json"
-    assert plan_command([str(config), "--world", "2", "--json", str(path)]) == 0
+    assert command("dmuon-plan")([str(config), "--world", "2", "--json", str(path)]) == 0
     for applied, of_file in ranks(2, dedicate_llama, str(path)):
         assert applied == of_file and set(applied.values()) == {0, 1}

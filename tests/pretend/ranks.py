@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.inside import default_store, limit_of
 
 from pretend import module
 
@@ -22,8 +23,8 @@ def on_device(rank: int, world: int, library: Path, program: Callable[..., Any],
     """
     module.load(library)
     torch.pretend.set_device(rank)  # type: ignore[attr-defined]
-    store = dist.PrefixStore("pretend", dist.distributed_c10d._get_default_store())
-    limit = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+    store = dist.PrefixStore("pretend", default_store())
+    limit = limit_of(dist.group.WORLD)
     dist.destroy_process_group()
     dist.init_process_group(BACKENDS, store=store, rank=rank, world_size=world, timeout=limit)
     return program(rank, world, *args)

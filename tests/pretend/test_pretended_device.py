@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.dtensors import local_tensor
+from harness.inside import buckets_of
 from harness.network import Block, full_state
 from harness.topologies import LAYOUTS, lay
 from harness.toy import OPTIONS, SIZE, VOCAB, WIDTH, batch, build, train
@@ -23,11 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import dmuon
 from dmuon.comm.agreement import agree
 from dmuon.comm.process_groups import broadcast_object, make_group
-from dmuon.dedicated import replicated
 from dmuon.dedicated.runtime import Runtime
-from dmuon.kernels import variant
+from dmuon.kernels import choose_variant, variant
 from dmuon.platform.streams import HostCopy, PhaseTimer
-from dmuon.platform.torch_private import current_backward, local_tensor
+from dmuon.platform.torch_private import current_backward
 from dmuon.step import update
 
 Ranks = Callable[..., list[Any]]
@@ -39,10 +40,13 @@ FP32: dict[str, Any] = {"ns_dtype": torch.float32}  # half precision elsewhere t
 @contextmanager
 def one_form() -> Iterator[None]:
     """On CPUs alone the rule counts calls, for which it would take another form of Newton–Schulz there."""
-    update._variant.cache_clear()
+    caches = update.variant_for, choose_variant
+    for cached in caches:
+        cached.cache_clear()
     with mock.patch.object(variant, "_CPU_CALL", 0.0):
         yield
-    update._variant.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 def weights(name: str, device: str, keep: bool, micro: int, muon: dict[str, Any], comm: dict[str, Any]) -> Any:
@@ -203,16 +207,13 @@ def use_a_head_on_one_rank(_rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = HeadOfOneRank().to("pretend")
     options = dmuon.CommOptions(timeout=timedelta(seconds=5))
-    kept, replicated._BUCKET_BYTES = replicated._BUCKET_BYTES, 64  # several buckets, as any embedding makes them
-    try:
+    with buckets_of(64):
         dmuon.dedicate_params(model, init_device_mesh("pretend", (world,)), costs="flops", comm=options)
         optimizer = dmuon.Muon(model, **OPTIONS, **FP32)
         for step in range(4):
             optimizer.zero_grad()
             model(batch(step)[0].to("pretend")).backward()
             optimizer.step()
-    finally:
-        replicated._BUCKET_BYTES = kept
 
 
 def test_ranks_that_use_different_parameters_make_communicators_in_one_order(device_ranks: Ranks) -> None:

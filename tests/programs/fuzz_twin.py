@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import relative_errors
+from harness.dtensors import local_tensor
 from harness.network import Block, Network, full_state, is_matrix, loss_of, shard, tensor_parallel
 from harness.oracle import Reference
 from harness.toy import LR, OPTIONS, batch, build
@@ -24,11 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon.dedicated.block import Phase
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.runtime import runtime_of
-from dmuon.layout.topology import topology_of
 
 TOLERANCE = 1e-5  # relative, per tensor; rounding alone stays below 2e-6
 
@@ -262,13 +260,13 @@ class Run:
         self.part, self.parts = 0, mesh.size()  # of a global batch
         for position, extent in zip(coordinate, mesh.mesh.shape, strict=True):
             self.part = self.part * extent + position
-        self.replicas = topology_of(mesh).replicas
+        self.replicas = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)).get("replicate", 1)
         self.optimizer = self.new_optimizer(LR)
         self.twin = twin
         self.history: list[str] = []
         self.report = Report()
         self.saves = 0
-        self._batches = itertools.count()
+        self.batches = itertools.count()
 
     def new_optimizer(self, lr: float) -> dmuon.Muon:
         return dmuon.Muon(self.model, **{**OPTIONS, "lr": lr}, overlap_backward=self.mode.overlap)
@@ -277,7 +275,7 @@ class Run:
         return capability not in self.mode.lacks
 
     def next_batch(self) -> int:
-        return next(self._batches)
+        return next(self.batches)
 
     def detail(self, text: str) -> None:
         """Say what the running action is about to do: a failure or hang shows it."""
@@ -316,15 +314,11 @@ class Run:
         self.optimizer.zero_grad(set_to_none)
         self.twin.zero_grad(set_to_none)
         for name, param in self.params().items():
-            left = param.grad is not None and (set_to_none or bool(_local(param.grad).any()))
+            left = param.grad is not None and (set_to_none or bool(local_tensor(param.grad).any()))
             assert not left, f"{name} has a gradient after zero_grad(set_to_none={set_to_none})"
 
 
 # -- comparison ----------------------------------------------------------------------------------------------------
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def require_close(run: Run, kind: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -338,12 +332,11 @@ def _gradient(param: nn.Parameter) -> Tensor | None:
     grad = param.grad
     assert grad is not None
     if isinstance(param, OwnedTensor):
-        runtime = runtime_of(param)
-        assert runtime is not None
-        entry = runtime.matrix_of(param)
+        entry = param.keeper.matrix_of(param)  # type: ignore[union-attr]
         if not entry.mine:
             return None
-        return _local(grad) if entry.tensor is None else entry.tensor.wrap(_local(grad), entry.shape).full_tensor()
+        held = local_tensor(grad)
+        return held if entry.tensor is None else entry.tensor.wrap(held, entry.shape).full_tensor()
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
@@ -386,7 +379,7 @@ def check_rest(run: Run, filled: int | None = None) -> None:
     for dedication in dedications(run.model):
         runtime = dedication.runtime
         for block in runtime.blocks:
-            assert block.phase is Phase.REST, f"{block.name} is {block.phase.name}"
+            assert block.phase.name == "REST", f"{block.name} is {block.phase.name}"
         for entry in runtime.matrices():
             held = {id(module._parameters[name]) for module, name in entry.sites}
             assert held == {id(entry.rest)}, f"{entry.fqn}: a module does not hold its resting form"

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness.inside import default_store
 from harness.toy import LR, build, train
 
 import dmuon
@@ -44,7 +45,7 @@ def holdings() -> dict[str, int]:
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "groups": len(group_names()),
-        "keys": dist.distributed_c10d._get_default_store().num_keys(),
+        "keys": default_store().num_keys(),
         "tensors": sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()),
     }
 

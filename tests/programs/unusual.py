@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from harness import small_convnets, small_models
+from harness.dtensors import local_tensor
 from harness.network import Block, Network, Size, is_matrix, loss_of, shard
 from harness.oracle import Reference
 from harness.toy import SIZE, VOCAB, WIDTH, batch, build
@@ -20,7 +21,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from dmuon.platform.torch_private import local_tensor
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -56,10 +56,10 @@ class Variant(Network):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        run = getattr(self, "_" + self.kind.replace(" ", "_"), self._plain)
+        run = getattr(self, "_" + self.kind.replace(" ", "_"), self.run_plain)
         return self.head(self.norm(run(x)))
 
-    def _plain(self, x: Tensor) -> Tensor:
+    def run_plain(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         return x

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.dtensors import local_tensor
 from harness.fused import FusedModel, by_spec, fused_loss
 from harness.hand_laid import SPLITS
+from harness.inside import exchange_of
 from harness.network import Block, Size
 from harness.on_ranks import on_ranks, over_ranks
 from harness.topologies import LAYOUTS, lay
@@ -23,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
-from dmuon.platform.torch_private import local_tensor
 from dmuon.report import matrices
 from dmuon.report.accounting import expected_exchange, expected_memory, expected_traffic
 from dmuon.solver import CostTable
@@ -75,7 +76,7 @@ def tell(rank: int, world: int, layout: str) -> list[tuple[str, int | None, floa
     assert rows == before, "a step changes nothing of it"
     check_calls(rows, optimizer, rank)
     sums = matrices.rank_sums(rows)
-    plans = [dedicated[0].plan] if dedicated else list(optimizer._exchange.layouts.plans.values())
+    plans = [dedicated[0].plan] if dedicated else list(exchange_of(optimizer).layouts.plans.values())
     for plan in plans:
         loads = [sums[r].predicted_ns or 0 for r in range(world)]
         assert loads == pytest.approx(list(plan.solution.loads_ns))

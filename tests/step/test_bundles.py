@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from harness.assertions import assert_same_tensors
-from harness.dtensors import noise, parameter
+from harness.dtensors import local_tensor, noise, parameter
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
-from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import CostTable
 from dmuon.step import batches
 

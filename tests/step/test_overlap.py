@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from harness.dtensors import local_tensor
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.topologies import Laid, lay
@@ -21,7 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
-from dmuon.platform.torch_private import local_tensor
 from dmuon.step import rounds
 from dmuon.step.batches import Batch
 

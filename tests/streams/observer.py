@@ -199,13 +199,13 @@ class Observer(TorchDispatchMode):
         given: set[int] = set()
         for value, writes in _arguments(func, args, kwargs):
             for tensor in _tensors(value):
-                given.add(tensor.untyped_storage()._cdata)
+                given.add(_id_of(tensor.untyped_storage()))
                 if writes or foreign or name not in _READS_NOTHING:
                     self.access(tensor, writes or foreign, site)
                 if writes and isinstance(value, (list, tuple)) and not tensor.is_inference():
                     increment_version(tensor)  # which torch does not under a mode, of lists alone
         for tensor in _tensors(out):
-            if tensor.untyped_storage()._cdata not in given:
+            if _id_of(tensor.untyped_storage()) not in given:
                 self.block(tensor.untyped_storage(), site)
                 if name not in _ALLOCATES:
                     self.access(tensor, True, site)
@@ -221,7 +221,7 @@ class Observer(TorchDispatchMode):
 
     def block(self, storage: torch.UntypedStorage, site: Site | None) -> Block:
         """That of ``storage``; allocated now at ``site`` if it is not known, or for ever if there is none."""
-        key = storage._cdata
+        key = _id_of(storage)
         if key not in self.blocks:
             block = Block(None, Site(PROGRAM, "what was there before"))
             if site is not None:
@@ -238,7 +238,7 @@ class Observer(TorchDispatchMode):
     # -- what torch does without dispatching it --------------------------------------------------------------------
 
     def resize(self, original: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
-        known = self.blocks.pop(storage._cdata, None)
+        known = self.blocks.pop(_id_of(storage), None)
         if known is not None:
             self.memory.free(known[1])
         result = original(storage, size)
@@ -253,7 +253,7 @@ class Observer(TorchDispatchMode):
         if type(tensor) is Tensor and tensor.device.type != "meta" and not self.is_hidden:
             site = site_of("tolist")
             storage = tensor.untyped_storage()
-            if storage._cdata in self.on_host:
+            if _id_of(storage) in self.on_host:
                 self.memory.read_on_host(self.block(storage, None), site)
             else:
                 self.access(tensor, False, site)
@@ -264,8 +264,8 @@ class Observer(TorchDispatchMode):
         with self.hidden():
             pinned = torch.empty_like(values)
         storage = pinned.untyped_storage()
-        self.blocks[storage._cdata] = StorageWeakRef(storage), Block(None, site_of("pinned memory"))
-        self.on_host.add(storage._cdata)
+        self.blocks[_id_of(storage)] = StorageWeakRef(storage), Block(None, site_of("pinned memory"))
+        self.on_host.add(_id_of(storage))
         return pinned
 
 
@@ -344,6 +344,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+
+
+def _id_of(storage: torch.UntypedStorage) -> int:
+    """Of what a weak reference refers to, whatever memory it has."""
+    return storage._cdata
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -160,9 +160,10 @@ def without(method: Any) -> Callable[..., Any]:
 @contextmanager
 def _unordered(stream: Any, reads: Sequence[Tensor] = ()) -> Iterator[None]:
     """``dmuon.platform.streams.Stream.beside`` or ``alone``, but nothing waits."""
+    own = stream._stream
     for tensor in reads:
-        tensor.record_stream(stream._stream)
-    with stream._module.stream(stream._stream):
+        tensor.record_stream(own)
+    with stream._module.stream(own):
         yield
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.inside import buckets_of
 from harness.network import Block, Network, Size, full_state, loss_of
 from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import SIZE, VOCAB, batch, build
@@ -20,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 from dmuon import kernels
-from dmuon.dedicated import replicated
 from streams.clock import Race, Site
 from streams.collectives import Collectives, Launched
 from streams.observer import Module, Observer, Stream
@@ -150,16 +150,16 @@ class Towers(Network):
         x = self.embed(tokens)
         outputs = []
         for block, tower in zip(self.blocks, self.towers, strict=True):
-            outputs.append(self._beside(block, tower, x))
+            outputs.append(self.run_beside(block, tower, x))
         together = torch.stack(outputs)
-        together.register_hook(self._mark)
+        together.register_hook(self.mark)
         logits: Tensor = self.head(self.norm(together.sum(0)))
         return logits
 
-    def _mark(self, _: Tensor) -> None:
+    def mark(self, _: Tensor) -> None:
         self.event = self.module.current.record_event()
 
-    def _beside(self, block: nn.Module, tower: Stream, x: Tensor) -> Tensor:
+    def run_beside(self, block: nn.Module, tower: Stream, x: Tensor) -> Tensor:
         main = self.module.current
         tower.wait_stream(main)
         x.record_stream(tower)
@@ -403,7 +403,7 @@ def run(_rank: int, _world: int, program: Program, plant: Plant | None = None) -
         if program.graphs:
             stack.enter_context(recorded_in_buffers(program.graphs))
         if program.bucket is not None:
-            stack.enter_context(_buckets(program.bucket))
+            stack.enter_context(buckets_of(program.bucket))
         stack.enter_context(collectives.entered())
         stack.enter_context(observer)
         all_trained = [_made(program) for _ in range(program.optimizers)]
@@ -442,15 +442,6 @@ def _on(module: Module, stream: Stream) -> Iterator[None]:
         yield
     torch.empty(1)  # of something else, before it has to wait
     current.wait_stream(stream)
-
-
-@contextmanager
-def _buckets(nbytes: int) -> Iterator[None]:
-    kept, replicated._BUCKET_BYTES = replicated._BUCKET_BYTES, nbytes
-    try:
-        yield
-    finally:
-        replicated._BUCKET_BYTES = kept
 
 
 T = "backward step zero"  # one step of training

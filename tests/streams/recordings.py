@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -39,14 +40,16 @@ class Buffers:
 @contextmanager
 def recorded_in_buffers(most: int) -> Iterator[None]:
     """All batches are replayed, by at most so many recordings."""
-    kept = replay.recorder, replay._MOST_GRAPHS, update._variant
+    choose = update.variant_for
     _forget()
-    replay.recorder, replay._MOST_GRAPHS = Buffers(), most
-    update._variant = lambda *args: replace(kept[2](*args), replay=True)
     try:
-        yield
+        with (
+            mock.patch.object(replay, "recorder", Buffers()),
+            mock.patch.object(replay, "_MOST_GRAPHS", most),
+            mock.patch.object(update, "variant_for", lambda *args: replace(choose(*args), replay=True)),
+        ):
+            yield
     finally:
-        replay.recorder, replay._MOST_GRAPHS, update._variant = kept
         _forget()
 
 

@@ -78,13 +78,13 @@ Pair = tuple[str, str, str]  # kind, function of the earlier access, function of
 EARLY = "by design: an early update may read what changes meanwhile; then it is dropped, by version counters"
 GONE = "by design: nobody takes the early updates of an optimizer that is gone, whatever they read"
 ALLOWED: dict[str, dict[Pair, str]] = {
-    "clipped overlap": {("memory", "_stack", "clip_grad_norm_"): EARLY},
-    "clipped values overlap": {("memory", "_stack", "clip_grad_value_"): EARLY},
-    "dropped graphs": {("memory", "_stack", "clip_grad_norm_"): EARLY},
-    "edited gradients": {("memory", "_stack", "OwnedTensor.__torch_dispatch__"): EARLY},
+    "clipped overlap": {("memory", "_stacked", "clip_grad_norm_"): EARLY},
+    "clipped values overlap": {("memory", "_stacked", "clip_grad_value_"): EARLY},
+    "dropped graphs": {("memory", "_stacked", "clip_grad_norm_"): EARLY},
+    "edited gradients": {("memory", "_stacked", "OwnedTensor.__torch_dispatch__"): EARLY},
     "loaded early": {("memory", "EarlyUpdates._start", "_store"): EARLY},
     "rebuilt": {("reuse", "EarlyUpdates._start", "_zeros"): GONE},
-    "two backwards": {("memory", "_stack", "OwnedMatrix.set_grad"): EARLY},
+    "two backwards": {("memory", "_stacked", "OwnedMatrix.set_grad"): EARLY},
 }
 
 

@@ -113,6 +113,14 @@ class Batch:
         self.scaled_shape = self.shape[::-1] if self.transposed else self.shape
         self.dtype, self.device = self.momenta[0].dtype, self.momenta[0].device
 
+    def gradients(self, start: int, end: int) -> list[Tensor]:
+        """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none."""
+        grads = []
+        for param in self.params[start:end]:
+            grad = param.grad
+            grads.append(local_tensor(torch.zeros_like(param) if grad is None else grad))
+        return grads if self.region is None else self.split(grads)
+
     def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the matrices, 2-D each, in local ``tensors`` that lie as some of the parameters do.
 

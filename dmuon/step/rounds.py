@@ -227,10 +227,11 @@ class ExchangedRound(Round):
                     found = fold(group, batch, runs, momentum_update)
                 else:
                     of_bundle, found = torch.cat([norms[i] for i in bundle.numbers]), []
-                    kernel = partial(normalized_update, storage=numerics.storage, eps=group["eps"])
-                    for start, end in runs:
+                    kernel = partial(normalized_update, beta=group["momentum"], nesterov=group["nesterov"])
+                    for start, end in runs:  # gradients are in momentum already
                         rows = of_bundle[start * batch.each : end * batch.each]
-                        found += fold(group, batch, [(start, end)], partial(kernel, norms=rows))
+                        of_run = (batch.gradients(start, end), batch.momentum(start, end), rows)
+                        found.append(kernel(*of_run, storage=numerics.storage, eps=group["eps"]))
                 if runs is not batch.whole:
                     shape = batch.momentum(0, len(batch.params)).shape
                     dtype = batch.dtype if norms is None else numerics.begins

@@ -94,22 +94,15 @@ def fold(
 
     Args:
         runs: ranges of parameters of which any rank has a gradient.
-        kernel: of gradients, momentum ``(k, …)``, ``beta`` and ``nesterov``, such as ``momentum_update``; or
-            ``normalized_update``, which reads both after they were folded.
+        kernel: of gradients, momentum ``(k, …)``, ``beta`` and ``nesterov``, such as ``momentum_update``.
 
     Returns:
         What the kernel makes of each run.
     """
     found = []
     for start, end in runs:
-        grads = []
-        for param in batch.params[start:end]:
-            grad = param.grad
-            grads.append(local_tensor(torch.zeros_like(param) if grad is None else grad))
-        if batch.region is not None:
-            grads = batch.split(grads)
         momentum = batch.momentum(start, end)
-        found.append(kernel(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"]))
+        found.append(kernel(batch.gradients(start, end), momentum, beta=group["momentum"], nesterov=group["nesterov"]))
         if batch.stacked is None:
             batch.put_momentum(start, end, momentum)
     return found

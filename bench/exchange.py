@@ -78,7 +78,7 @@ from training.trainer import sharded
 import dmuon
 from dmuon.comm.domain import AllToAll, Copying, Redistribution, make_domain
 from dmuon.exchanged import layouts
-from dmuon.planning.agreed_plan import link_ns_per_byte
+from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.report.accounting import expected_exchange
 from dmuon.step.rounds import ExchangedRound
 

@@ -33,7 +33,8 @@ from dmuon.layout.parameters import (
 from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed, position_in
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
-from dmuon.planning.agreed_plan import Speeds, link_ns_per_byte, make_plan
+from dmuon.planning.agreed_plan import Speeds, make_plan
+from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.log import logger

@@ -13,10 +13,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dmuon import planning
 from dmuon.comm.agreement import agree, run_awaited
-from dmuon.comm.domain import Domain
 from dmuon.comm.process_groups import broadcast_object, gather_objects, ranks_of
+from dmuon.planning import cost_lookup
 from dmuon.planning.owner_plan import AGAIN, SOLVED, FoundCosts, OwnerPlan, PlanSource, reason_of
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
@@ -24,11 +23,6 @@ from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions
 from dmuon.solver import plan as solve_plan
 
 _log = logger(__name__)
-
-# Of an all-to-all that is measured.
-_PROBE_BYTES = 2**20
-_PROBE_BYTES_PER_RANK = 2**16  # with less, latency would count as cost of bytes
-_PROBES = 3
 
 Speeds = Sequence[float] | None
 Costs = Literal["flops"] | str | os.PathLike[str] | CostTable | None
@@ -178,7 +172,7 @@ def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: to
     def share(work: Callable[[], object]) -> list[object]:
         return gather_objects(run_awaited(group, device, "finding costs", work), group, "the exchange of costs")
 
-    found: FoundCosts = planning.cost_lookup.find_costs(
+    return cost_lookup.find_costs(
         dict(Counter(m.shape for m in matrices)),
         world=world,
         rank=dist.get_rank(group),
@@ -186,7 +180,6 @@ def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: to
         costs=costs,
         share=share if world > 1 else None,
     )
-    return found
 
 
 def planned_ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None, speeds: Sequence[float]) -> list[Rank]:
@@ -223,22 +216,3 @@ def _fit(plan: OwnerPlan, matrices: Sequence[Matrix], world: int, pools: Sequenc
     # Another communication dtype has other bytes; who owns what stands.
     counted = tuple(replace(m, nbytes=owned[m.name].nbytes) for m in plan.solution.matrices)
     return replace(plan, matrices=tuple(matrices), solution=replace(plan.solution, matrices=counted))
-
-
-def link_ns_per_byte(domain: Domain) -> float:
-    """Measured cost of a byte that an all-to-all brings, as a power of two. Collective; rank 0's is what counts."""
-    part = max(_PROBE_BYTES // domain.world, _PROBE_BYTES_PER_RANK) // 4
-    sent = torch.zeros(part * domain.world, dtype=torch.float32, device=domain.device)
-    received = torch.empty_like(sent)
-    best = math.inf
-    for probe in range(_PROBES + 1):
-        domain.monitor.synchronize()
-        start = time.perf_counter()
-        with domain.monitor.watch("measurement of an all-to-all"):
-            dist.all_to_all_single(received, sent, group=domain.group)
-            domain.monitor.synchronize()
-        if probe:  # the first one sets up connections
-            best = min(best, time.perf_counter() - start)
-    per_byte = 1e9 * best / max(1, sent.numel() * 4)
-    # Rounded, so that plans do not differ from run to run by noise.
-    return float(2.0 ** round(math.log2(max(per_byte, 2**-20))))

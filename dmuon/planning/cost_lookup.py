@@ -7,13 +7,16 @@ import math
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
+from dmuon.comm.domain import Domain
 from dmuon.planning.cost_cache import (
     CacheKey,
     CostCache,
@@ -41,6 +44,11 @@ _log = logger(__name__)
 _lock = threading.Lock()
 _measured: dict[CacheKey, Entries] = {}
 _too_large: dict[CacheKey, dict[Shape, int]] = {}
+
+# Of an all-to-all that is measured.
+_PROBE_BYTES = 2**20
+_PROBE_BYTES_PER_RANK = 2**16  # with less, latency would count as cost of bytes
+_PROBES = 3
 
 
 def find_costs(
@@ -306,3 +314,22 @@ def _table(counts: Mapping[Shape, int], entries: Entries, options: NsOptions, de
             table[shape] = {1: max(1, medians[near][1] * flops[shape] // flops[near])}
             sources[shape] = "estimated"
     return CostTable(table, sources)
+
+
+def link_ns_per_byte(domain: Domain) -> float:
+    """Measured cost of a byte that an all-to-all brings, as a power of two. Collective; rank 0's is what counts."""
+    part = max(_PROBE_BYTES // domain.world, _PROBE_BYTES_PER_RANK) // 4
+    sent = torch.zeros(part * domain.world, dtype=torch.float32, device=domain.device)
+    received = torch.empty_like(sent)
+    best = math.inf
+    for probe in range(_PROBES + 1):
+        domain.monitor.synchronize()
+        start = time.perf_counter()
+        with domain.monitor.watch("measurement of an all-to-all"):
+            dist.all_to_all_single(received, sent, group=domain.group)
+            domain.monitor.synchronize()
+        if probe:  # the first one sets up connections
+            best = min(best, time.perf_counter() - start)
+    per_byte = 1e9 * best / max(1, sent.numel() * 4)
+    # Rounded, so that plans do not differ from run to run by noise.
+    return float(2.0 ** round(math.log2(max(per_byte, 2**-20))))

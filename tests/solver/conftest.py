@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from instances import search_here
 
-from dmuon.solver import assignment, exact
+from dmuon.solver import exact, planner
 
 LeaveOut = Callable[..., None]
 
@@ -29,8 +29,8 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> LeaveOut:
         if "finds" in names:
             monkeypatch.setattr(exact.PatternPool, "assign", lambda self, capacity: None)
         if "search" in names:
-            monkeypatch.setattr(assignment, "_starts", lambda p, bound: [("lpt", assignment.longest_first(p))])
-            monkeypatch.setattr(assignment, "shorten", lambda problem, counts, bound: counts)
+            monkeypatch.setattr(planner, "_starts", lambda p, bound: [("lpt", planner.longest_first(p))])
+            monkeypatch.setattr(planner, "shorten", lambda problem, counts, bound: counts)
             monkeypatch.setattr(exact, "shorten", lambda problem, counts, bound: counts)
 
     return leave

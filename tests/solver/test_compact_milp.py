@@ -11,7 +11,7 @@ import pulp
 import pytest
 from instances import GRAHAM, linear_costs, make_matrices
 
-from dmuon.solver import Plan, SolveOptions, assignment, baseline, child, exact, plan
+from dmuon.solver import Plan, SolveOptions, baseline, child, exact, plan, planner
 
 EXACT = SolveOptions(gap_target=0.0)
 GREEDY = SolveOptions(method="greedy", gap_target=0.0)
@@ -179,7 +179,7 @@ def test_a_claim_that_an_assignment_refutes_ends_the_search(
     leave_out("search")  # 11 ns, where 9 ns is possible
     monkeypatch.setattr(exact, "_DIVES", (0.0,))
     monkeypatch.setattr(exact._Search, "_raise_bound", lambda self, pool: setattr(self, "bound", 10))
-    monkeypatch.setattr(exact.PatternPool, "assign", lambda self, capacity: assignment.multifit(self.problem, 9, 11))
+    monkeypatch.setattr(exact.PatternPool, "assign", lambda self, capacity: planner.multifit(self.problem, 9, 11))
     with pytest.warns(UserWarning, match="a bound of 10 ns was claimed; an assignment takes 9 ns"):
         result = plan(*GRAHAM, EXACT)
     assert (result.bound_ns, result.makespan_ns) == (9, 11)

@@ -119,11 +119,12 @@ class QKClip:
             self._spans[name] = slice(len(key_of), len(key_of) + spec.num_heads)
             key_of += [first + head * spec.keys // spec.num_heads for head in range(spec.num_heads)]
         self._key_of = torch.tensor(key_of)
+        digest = zlib.crc32(repr([(name, spec) for name, (_, spec) in self._modules.items()]).encode())
+        self._description = f"QKClip(threshold={self._threshold}, heads={len(key_of)} of digest {digest:08x})"
         self._maxima: Tensor | None = None  # fp64, of each head of queries since the last step
         self.reports = 0  # so far
         self._sharing: tuple[dist.ProcessGroup, torch.device] | None = None
         self._rows: dict[int, list[_Rows]] = {}  # by id of the round
-        self._is_laid_out = False
         self.optimizer: weakref.ref[Any] | None = None  # whose it is
         self._biases: list[_Rows] = []
         self._factors = self._last = torch.empty(0)  # of the last step, and its maxima
@@ -131,8 +132,7 @@ class QKClip:
 
     def __repr__(self) -> str:
         """All that ranks must have in common."""
-        digest = zlib.crc32(repr([(name, spec) for name, (_, spec) in self._modules.items()]).encode())
-        return f"QKClip(threshold={self._threshold}, heads={len(self._key_of)} of digest {digest:08x})"
+        return self._description
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -201,7 +201,7 @@ class QKClip:
             for path in (spec.query, spec.key):
                 weight, bias, outputs = _layer(module, path)
                 label = f"{name}.{path.partition('[')[0]}"
-                if id(weight) not in by_muon or not (weight.requires_grad or self._is_laid_out):  # later it may freeze
+                if id(weight) not in by_muon or not (weight.requires_grad or self.ids):  # later it may freeze
                     raise ValueError(
                         f"QKClip: this optimizer does not update {label} by Muon (it is frozen, or goes to AdamW or "
                         f"another optimizer); leave the module out, by naming the others: {_REMEDY}"
@@ -232,7 +232,6 @@ class QKClip:
         # From here on nothing is refused.
         self._key_of = self._key_of.to(local_tensor(weight).device)
         self._sharing, self._rows, self._biases, self.ids = sharing, rows_of, of_biases, frozenset(tables)
-        self._is_laid_out = True
 
     def begin(self) -> None:
         """Join the maxima of all ranks, and find the factors. Collective over those that share the matrices."""

@@ -325,10 +325,6 @@ class Exchange(Residency):
         for domain, _ in self.domains:
             domain.monitor.step += 1
 
-    def vote_sizes(self) -> list[int]:
-        """By domain, how many numbers a rank says in a vote."""
-        return [len(ballot.ids) + len(ballot.copies.nothing) for ballot in self._ballots]
-
 
 @dataclass(eq=False, repr=False)
 class LayoutExchange(Exchange):

@@ -1,6 +1,7 @@
 """The table of what travels in a step: a row for each message, from the layout alone, and of no matter what holds it.
 
-Everything that tells how much is sent sums rows of this table. docs/communication.md says the same in words.
+What tells how much a model or an optimizer sends sums rows of this table; predictions for machines that are not there
+(``dmuon.tools.simulation``) have sums of their own. docs/communication.md says the same in words.
 """
 
 from __future__ import annotations

@@ -88,9 +88,10 @@ def tell_products(
 ) -> None:
     """What computes symmetric products on GPUs. All ranks decide it here: quack's trial would hold up a step."""
     batches = [(groups[round_.index], batch) for round_ in rounds for batch in round_.batches]
-    found = {(batch.device, numerics_of(group, batch.dtype, batch.device).storage) for group, batch in batches}
+    on_gpus = [(group, batch) for group, batch in batches if batch.device.type == "cuda"]
+    found = {(batch.device, numerics_of(group, batch.dtype, batch.device).storage) for group, batch in on_gpus}
     for device, storage in sorted(found, key=str):
-        if device.type == "cuda" and storage in HALF:  # others take whole products
+        if storage in HALF:  # others take whole products
             backend, others = products_on(device, storage)
             if _speaks(residencies):
                 why = f" ({others})" if others else ""

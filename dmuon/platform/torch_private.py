@@ -199,11 +199,6 @@ def in_one_launch(
     return list(coalesced.works)
 
 
-def group_names() -> set[str]:
-    """Of all process groups that this process has."""
-    return set(dist.distributed_c10d._world.pg_names.values())
-
-
 def has_group(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` was not destroyed yet, by itself or with all others."""
     return group in dist.distributed_c10d._world.pg_map

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 from harness.checkpoints import start
+from harness.inside import group_names
 from harness.on_ranks import on_ranks
 from harness.topologies import lay
 from harness.toy import build
 
 from dmuon.comm import context, process_groups
-from dmuon.platform.torch_private import group_names
 
 LINE = {"weights_along_s": 1, "gradients_along_s": 1}
 COLUMN = {"weights_along_r": 1, "gradients_along_r": 1}

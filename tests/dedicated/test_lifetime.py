@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.inside import group_names
 from harness.limits import PROGRAM_SECONDS
 from harness.network import full_state, loss_of, shard
 from harness.on_ranks import on_ranks
@@ -28,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon
 import dmuon.dedicated.dedicate
-from dmuon.platform.torch_private import group_names
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "lifetimes.py"
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
-from harness.inside import default_store, exchange_of
+from harness.inside import default_store, exchange_of, group_names
 from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
@@ -32,7 +32,6 @@ from dmuon import (
     create_dtensor_config,
     create_processgroup_config,
 )
-from dmuon.platform.torch_private import group_names
 
 # As the documents call Muon; "classic" coefficients are those of torch.optim.Muon.
 CALL: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": "classic"}

@@ -38,3 +38,8 @@ def limit_of(group: dist.ProcessGroup) -> timedelta:
     """How long its collectives wait."""
     limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return limit
+
+
+def group_names() -> set[str]:
+    """Of all process groups that this process has."""
+    return set(dist.distributed_c10d._world.pg_names.values())

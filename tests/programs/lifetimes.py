@@ -16,11 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness.inside import default_store
+from harness.inside import default_store, group_names
 from harness.toy import LR, build, train
 
 import dmuon
-from dmuon.platform.torch_private import group_names
 
 WORLD = 2
 

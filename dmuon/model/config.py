@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 
 from dmuon.model.blocks import MatrixShape
-from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import route_to_blocks
 from dmuon.platform.files import UnreadableFile, read_json
 from dmuon.platform.options import is_integer
@@ -23,11 +22,10 @@ from dmuon.platform.options import is_integer
 def read_model(path: str | Path) -> list[MatrixShape]:
     """List every matrix inside the blocks of a model: what Muon owns by default, so no embeddings and no output head.
 
-    Reads Hugging Face ``config.json`` files of the model types llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v3
-    and gpt2, and ``towers`` (a list of transformer stacks under ``"towers"``), with the names and parts that
-    dedication gives to the matrices of these models as ``transformers`` 5 builds them. Other model types are built by
-    ``transformers`` on the meta device, where it is installed. Experts are one matrix per expert and projection, and
-    fused tensors are listed part by part.
+    A Hugging Face ``config.json`` is built by ``transformers`` on the meta device, so that names and parts are those of
+    dedication; a field that is missing has its default there. ``towers`` (a list of transformer stacks under
+    ``"towers"``) is read without it. Experts are one matrix per expert and projection, and fused tensors are listed
+    part by part.
 
     Args:
         path: the file, or a folder that holds it as ``config.json``.
@@ -42,26 +40,16 @@ def read_model(path: str | Path) -> list[MatrixShape]:
 def matrices_of(config: ModelConfig) -> list[MatrixShape]:
     """The matrices of :func:`read_model`, of a file that is read already."""
     kind = config.data.get("model_type")
-    names = ", ".join(sorted((*_DECODERS, *_WITH_EXPERTS, "gpt2", "towers")))
     if not isinstance(kind, str):
-        raise ValueError(f"{config.path}: field 'model_type' is {kind!r}; use one of {names}")
+        raise ValueError(f"{config.path}: field 'model_type' is {kind!r}; use towers, or what transformers knows")
     if kind == "towers":
         return list(_towers(config))
-    if kind == "gpt2":
-        hidden = config.integer("n_embd")
-        sizes = {"hidden": hidden, "inner": config.integer("n_inner", 4 * hidden)}
-        return list(_stack("transformer.h", config.integer("n_layer"), sizes, _GPT2))
-    if kind in _DECODERS:
-        sizes = _sizes(config)
-        return list(_stack("model.layers", config.integer("num_hidden_layers"), sizes, _ATTENTION + _GATED))
-    if kind in _WITH_EXPERTS:
-        return list(_WITH_EXPERTS[kind](config))
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise ValueError(
-            f"{config.path}: field 'model_type' is {kind!r}; use one of {names}, install transformers, which knows "
-            "others, or time its shapes with dmuon-profile --shapes"
+            f"{config.path}: field 'model_type' is {kind!r}, which transformers builds: pip install transformers, or "
+            "time its shapes with dmuon-profile --shapes"
         ) from None
     return read_with_transformers(transformers, config.path, config.data)
 
@@ -147,9 +135,7 @@ def expert_count(config: ModelConfig) -> int:
     return config.integer(next((name for name in _EXPERT_COUNTS if config.data.get(name) is not None), "num_experts"))
 
 
-# -- model types that are read without transformers ----------------------------------------------------------------
-
-_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+# -- towers, which are read without transformers ----------------------------------------------------------------------
 
 # The matrices of one block: name, rows and columns, by the names of ``_sizes``.
 _Table: TypeAlias = tuple[tuple[str, str, str], ...]
@@ -165,34 +151,20 @@ _GATED: _Table = (
     ("mlp.down_proj.weight", "hidden", "inner"),
 )
 _PLAIN: _Table = (("mlp.fc1.weight", "inner", "hidden"), ("mlp.fc2.weight", "hidden", "inner"))
-_GPT2: _Table = (  # as Conv1D stores them: (in, out)
-    *((f"attn.c_attn.weight[{part}]", "hidden", "hidden") for part in range(3)),
-    ("attn.c_proj.weight", "hidden", "hidden"),
-    ("mlp.c_fc.weight", "hidden", "inner"),
-    ("mlp.c_proj.weight", "inner", "hidden"),
-)
-
-_SHARED: _Table = (  # experts that every token meets
-    ("mlp.shared_experts.gate_proj.weight", "shared", "hidden"),
-    ("mlp.shared_experts.up_proj.weight", "shared", "hidden"),
-    ("mlp.shared_experts.down_proj.weight", "hidden", "shared"),
-)
-_WHOLE_QUERIES: _Table = (("self_attn.q_proj.weight", "queries", "hidden"),)
-_FACTORED_QUERIES: _Table = (
-    ("self_attn.q_a_proj.weight", "rank", "hidden"),
-    ("self_attn.q_b_proj.weight", "queries", "rank"),
-)
 
 
-def _stack(name: str, layers: int, sizes: Mapping[str, int], table: _Table) -> Iterator[MatrixShape]:
-    """The matrices of ``layers`` alike blocks."""
-    for layer in range(layers):
-        yield from _block(f"{name}.{layer}", sizes, table)
-
-
-def _block(block: str, sizes: Mapping[str, int], table: _Table) -> Iterator[MatrixShape]:
-    for matrix, rows, cols in table:
-        yield MatrixShape(f"{block}.{matrix}", sizes[rows], sizes[cols], block)
+def _towers(config: ModelConfig) -> Iterator[MatrixShape]:
+    names = set()
+    for tower in config.objects("towers"):
+        name = tower.text("name")
+        if name in names:
+            raise ValueError(f"{config.path}: field '{tower.prefix}name' repeats {name!r}; name each tower once")
+        names.add(name)
+        sizes, table = _sizes(tower), _ATTENTION + (_GATED if tower.flag("gated_mlp") else _PLAIN)
+        for layer in range(tower.integer("num_hidden_layers")):
+            block = f"{name}.layers.{layer}"
+            for matrix, rows, cols in table:
+                yield MatrixShape(f"{block}.{matrix}", sizes[rows], sizes[cols], block)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -205,83 +177,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     return {"hidden": hidden, "inner": config.integer("intermediate_size"), "queries": heads * width, "keys": keys}
 
 
-def _several(block: str, name: str, shape: tuple[int, ...], spec: MatrixSpec) -> Iterator[MatrixShape]:
-    """The matrices of a tensor that is made of several."""
-    for matrix, rows, cols in spec.named(f"{block}.{name}", shape):
-        yield MatrixShape(matrix, rows, cols, block)
-
-
-def _experts(config: ModelConfig, block: str, hidden: int) -> Iterator[MatrixShape]:
-    """The router and the experts of a block, which ``transformers`` stacks."""
-    experts, inner = expert_count(config), config.integer("moe_intermediate_size")
-    yield MatrixShape(f"{block}.mlp.gate.weight", experts, hidden, block)
-    yield from _several(block, "mlp.experts.gate_up_proj", (experts, 2 * inner, hidden), MatrixSpec((inner, inner)))
-    yield from _several(block, "mlp.experts.down_proj", (experts, hidden, inner), MatrixSpec())
-
-
-def _qwen3_moe(config: ModelConfig) -> Iterator[MatrixShape]:
-    sizes = _sizes(config)
-    step, dense = config.integer("decoder_sparse_step", 1), config.data.get("mlp_only_layers") or []
-    config.check(
-        "mlp_only_layers", isinstance(dense, list) and all(map(is_integer, dense)), "a list of integers", dense
-    )
-    for layer in range(config.integer("num_hidden_layers")):
-        block = f"model.layers.{layer}"
-        yield from _block(block, sizes, _ATTENTION)
-        if layer in dense or (layer + 1) % step:
-            yield from _block(block, sizes, _GATED)
-        else:
-            yield from _experts(config, block, sizes["hidden"])
-
-
-def _deepseek_v3(config: ModelConfig) -> Iterator[MatrixShape]:
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    rope, plain = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
-    value, latent = config.integer("v_head_dim"), config.integer("kv_lora_rank")
-    factored = config.data.get("q_lora_rank", 0) is not None  # null says that the query projection is not
-    sizes = {
-        "hidden": hidden,
-        "inner": config.integer("intermediate_size"),
-        "queries": heads * (plain + rope),
-        "rank": config.integer("q_lora_rank") if factored else 0,
-        "values": heads * value,
-        "shared": config.integer("moe_intermediate_size") * config.integer("n_shared_experts", 0, least=0),
-    }
-    config.check("moe_layer_freq", config.integer("moe_layer_freq", 1) == 1, "1", config.data.get("moe_layer_freq"))
-    dense = config.integer("first_k_dense_replace", least=0)
-    for layer in range(config.integer("num_hidden_layers")):
-        block = f"model.layers.{layer}"
-        yield from _block(block, sizes, _FACTORED_QUERIES if factored else _WHOLE_QUERIES)
-        compressed, expanded = MatrixSpec((latent, rope)), MatrixSpec((plain, value), repeats=heads)
-        yield from _several(block, "self_attn.kv_a_proj_with_mqa.weight", (latent + rope, hidden), compressed)
-        yield from _several(block, "self_attn.kv_b_proj.weight", (heads * (plain + value), latent), expanded)
-        yield MatrixShape(f"{block}.self_attn.o_proj.weight", hidden, sizes["values"], block)
-        if layer < dense:
-            yield from _block(block, sizes, _GATED)
-            continue
-        yield from _experts(config, block, hidden)
-        if sizes["shared"]:
-            yield from _block(block, sizes, _SHARED)
-
-
-_WITH_EXPERTS: Mapping[str, Callable[[ModelConfig], Iterator[MatrixShape]]] = {
-    "qwen3_moe": _qwen3_moe,
-    "deepseek_v3": _deepseek_v3,
-}
-
-
-def _towers(config: ModelConfig) -> Iterator[MatrixShape]:
-    names = set()
-    for tower in config.objects("towers"):
-        name = tower.text("name")
-        if name in names:
-            raise ValueError(f"{config.path}: field '{tower.prefix}name' repeats {name!r}; name each tower once")
-        names.add(name)
-        table = _ATTENTION + (_GATED if tower.flag("gated_mlp") else _PLAIN)
-        yield from _stack(f"{name}.layers", tower.integer("num_hidden_layers"), _sizes(tower), table)
-
-
-# -- all others, by transformers -----------------------------------------------------------------------------------
+# -- all others, by transformers --------------------------------------------------------------------------------------
 
 # What would fetch code or weights, or ask for packages and dtypes that shapes do not depend on.
 _LEFT_OUT = frozenset({

@@ -98,19 +98,29 @@ def stacked_blocks(model: nn.Module, holders: Set[int]) -> list[NamedModule]:
 
 
 def own_blocks(model: nn.Module, uses: Iterable[Sequence[nn.Module]]) -> list[NamedModule]:
-    """The blocks of a model without stacks: its layers. What several layers use takes the module that contains them.
+    """The blocks of a model without stacks: its layers. Where several share a matrix, the model is one block.
 
     Args:
         uses: the modules that hold a matrix, for each matrix.
-
-    Raises:
-        ValueError: only the model contains all users of a matrix, and nobody calls it.
     """
-    paths = _paths(model)
+    called: dict[int, NamedModule] = {}  # of each module, what is called when its weights are used
+
+    def visit(name: str, module: nn.Module, unit: NamedModule | None, wrapped: bool) -> None:
+        inside = wrapped or (unit is not None and isinstance(unit[1], _COMPUTE_FOR_CHILDREN))
+        if not inside and _is_callable(module):
+            unit = (canonical_fqn(name) or WHOLE_MODEL, module)
+        if unit is not None:
+            called.setdefault(id(module), unit)
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child, unit, child_name in _WRAPPERS)
+
+    visit("", model, None, wrapped=False)
     found: dict[int, NamedModule] = {}
     for holders in uses:
-        name, block = _covering([path for module in holders for path in paths[id(module)]])
-        found.setdefault(id(block), (name, block))
+        units = {id(unit[1]): unit for module in holders if (unit := called.get(id(module))) is not None}
+        if len(units) > 1 and _is_callable(model):
+            return [(WHOLE_MODEL, model)]
+        found |= units
     inside = {id(sub) for _, block in found.values() for sub in block.modules() if sub is not block}
     return [block for key, block in found.items() if key not in inside]
 
@@ -228,56 +238,6 @@ def _others_alike(model: nn.Module, found: Sequence[_Element], holders: Set[int]
         and not any(id(sub) in inside for sub in module.modules())  # what contains them is no other one
         for module in model.modules()
     )
-
-
-# From the model down to a module, with names.
-_Path = tuple[NamedModule, ...]
-
-
-def _paths(model: nn.Module) -> dict[int, list[_Path]]:
-    """All ways to each module; several for a module that is shared."""
-    found: dict[int, list[_Path]] = {}
-
-    def visit(path: _Path) -> None:
-        prefix, module = path[-1]
-        found.setdefault(id(module), []).append(path)
-        for name, child in module.named_children():
-            visit((*path, (f"{prefix}.{name}" if prefix else name, child)))
-
-    visit((("", model),))
-    return found
-
-
-def _covering(paths: Sequence[_Path]) -> NamedModule:
-    """The smallest module whose call covers every use of a matrix by the last modules of ``paths``."""
-    units = [_unit(path) for path in paths]
-    if len({id(unit[-1][1]) for unit in units}) > 1:
-        common = next(n for n in range(len(min(paths, key=len)), 0, -1) if len({_ids(path[:n]) for path in paths}) == 1)
-        units = [_unit(paths[0][:common])]
-    name, module = units[0][-1]
-    if not _is_callable(module):
-        user = canonical_fqn(paths[0][-1][0])
-        raise ValueError(
-            f"a weight of {user!r} is used by layers that nothing but the model contains, which has no forward; give "
-            "it one, or keep that weight on AdamW with select=…"
-        )
-    return canonical_fqn(name) or WHOLE_MODEL, module
-
-
-def _ids(path: _Path) -> tuple[int, ...]:
-    return tuple(id(module) for _, module in path)
-
-
-def _unit(path: _Path) -> _Path:
-    """``path`` up to what must be called for its last module's weights to be used."""
-    end = next((i + 1 for i, (_, module) in enumerate(path) if isinstance(module, _COMPUTE_FOR_CHILDREN)), len(path))
-    while end > 1 and (not _is_callable(path[end - 1][1]) or _wraps(path[end - 2][1], path[end - 1][1])):
-        end -= 1
-    return path[:end]
-
-
-def _wraps(outer: nn.Module, inner: nn.Module) -> bool:
-    return any(outer._modules.get(prefix) is inner for prefix in _WRAPPERS)
 
 
 def blocks_by_module(blocks: Iterable[NamedModule]) -> dict[int, list[NamedModule]]:

@@ -10,9 +10,9 @@ import torch.nn as nn
 
 from dmuon.model.makeup import EMBEDDINGS, INPUT_EMBEDDING, RECURRENT, Holder, Makeup
 
-_CHANNELS = 8  # images have fewer. Wider layers may join what comes later, where a decoder is registered first
 INPUT_LAYER, OUTPUT_LAYER = "input layer", "output layer"
-SHARES = (2, 3, 4)  # so many parts of what a layer gives may be taken apart, or joined, before the next one takes it
+_CHANNELS = 8  # images have fewer; of wider layers two may be joined, also where a decoder is registered first
+SHARES = (2, 3, 4)  # a bare matrix may have so many times the features of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,7 @@ def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: C
     if not heads:
         ends |= {layer.key: OUTPUT_LAYER for layer in layers if layer is last or _is_beside(layer, last, layers)}
     within = [layer for layer in layers if layer.key not in ends]
-    fresh = _fresh(layers, within, embedded)
-    first = next(iter(fresh or ([] if embedded else layers)), None)
+    first = _first(layers, within, embedded) or (None if embedded else layers[0])
     if first is not None:
         given = {layer.gives for layer in within} | set(embedded)
         ends = {
@@ -115,65 +114,31 @@ def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: C
 
 def find_input_convolution(layers: Sequence[Layer], embedded: Collection[int]) -> dict[int, str]:
     """The same for the first layer alone, if it is a convolution; for stacks, of which it may be a part."""
-    spatial = any(layer.spatial for layer in layers)
-    last = _last(layers) if spatial else None
-    within = [layer for layer in layers if spatial and layer is not last]
-    return {layer.key: INPUT_LAYER for layer in _fresh(within, within, embedded)[:1] if layer.spatial}
+    if not any(layer.spatial for layer in layers):
+        return {}
+    last = _last(layers)
+    within = [layer for layer in layers if layer is not last]
+    first = _first(within, within, embedded)
+    return {} if first is None or not first.spatial else {first.key: INPUT_LAYER}
 
 
 def _last(layers: Sequence[Layer]) -> Layer:
-    unused = _unused(layers)
-    end = layers[-1]
+    taken, end = Counter(layer.takes for layer in layers), layers[-1]
+    unused = [layer for layer in layers if taken[layer.gives] == (layer.takes == layer.gives)]
     fitting = [] if end in unused else [layer for layer in unused if layer.takes == end.gives]
     return (fitting or [end])[-1]
 
 
-# One layer feeds another if it gives what that one takes. A later layer may also take parts of it, several joined, or a
-# convolution's channels at all positions.
-
-
-def _fresh(layers: Sequence[Layer], givers: Collection[Layer], embedded: Collection[int]) -> list[Layer]:
-    """Layers whose features no other one of ``givers`` gives."""
+def _first(layers: Sequence[Layer], givers: Sequence[Layer], embedded: Collection[int]) -> Layer | None:
+    """The first layer whose features no other one of ``givers`` gives, nor two alike, nor embeddings side by side."""
     given = Counter(layer.gives for layer in givers)
-    keys = {layer.key for layer in givers}
-    before: set[int] = set()
-    channels: set[int] = set()
-    fresh = []
     for layer in layers:
-        n, own = layer.takes, layer.key in keys
-        fed = given[n] > (own and layer.gives == n) or not before.isdisjoint(_related(n))
-        fed = fed or (
-            n >= _CHANNELS and any(given[n // k] > (own and layer.gives == n // k) for k in SHARES if n % k == 0)
-        )
-        fed = fed or any(n % width == 0 for width in embedded if width > 1)  # several side by side
-        if not (fed or (not layer.spatial and any(n % width == 0 for width in channels))):
-            fresh.append(layer)
-        before.add(layer.gives)
-        if layer.spatial:
-            channels.add(layer.gives)
-    return fresh
-
-
-def _unused(layers: Sequence[Layer]) -> list[Layer]:
-    """Layers whose features no other layer takes."""
-    taken = Counter(layer.takes for layer in layers)
-    after: set[int] = set()
-    joined: set[int] = set()
-    unused = []
-    for layer in reversed(layers):
-        n = layer.gives
-        used = taken[n] > (layer.takes == n) or not after.isdisjoint(_related(n))
-        if not (used or (layer.spatial and any(width % n == 0 for width in joined))):
-            unused.append(layer)
-        after.add(layer.takes)
-        if not layer.spatial:
-            joined.add(layer.takes)
-    return unused[::-1]
-
-
-def _related(width: int) -> set[int]:
-    """Widths of which ``width`` is some parts, or that are parts of it."""
-    return {width * share for share in SHARES} | {width // share for share in SHARES if width % share == 0}
+        n = layer.takes
+        others = given[n] - (layer in givers and layer.gives == n)
+        joined = given[n // 2] if n >= _CHANNELS and n % 2 == 0 else 0
+        if not (others or joined) and all(n % width for width in embedded if width > 1):
+            return layer
+    return None
 
 
 def _is_beside(layer: Layer, last: Layer, layers: Sequence[Layer]) -> bool:

@@ -186,13 +186,12 @@ class TritonArithmetic(Arithmetic):
         b: Tensor,
         c: Tensor | None = None,
         *,
-        alpha: float = 1.0,
         beta: float = 1.0,
-        out: Tensor | None = None,
         b_symmetric: bool = True,
+        **options: Any,
     ) -> Tensor:
         addends = {} if c is None else {"addends": [c], "betas": [beta]}
-        return _tiled(a, b, alpha=alpha, out=out, b_symmetric=b_symmetric, **addends)
+        return _tiled(a, b, b_symmetric=b_symmetric, **addends, **options)
 
     def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
         addends = stored[: len(square.addends)]
@@ -206,22 +205,14 @@ class QuackArithmetic(TritonArithmetic):
     __slots__ = ()
 
     def symmetric(
-        self,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor | None = None,
-        *,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        out: Tensor | None = None,
-        b_symmetric: bool = True,
+        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, b_symmetric: bool = True, **options: Any
     ) -> Tensor:
         result: Tensor | None = None
         if (a is b and b_symmetric) or (a.data_ptr() == b.data_ptr() and a.mT.stride() == b.stride()):
-            result = kernels_of("symmetric_quack").equal_factors(a, c, alpha=alpha, beta=beta, out=out)
+            result = kernels_of("symmetric_quack").equal_factors(a, c, **options)
         if result is not None:
             return result
-        return TritonArithmetic.symmetric(self, a, b, c, alpha=alpha, beta=beta, out=out, b_symmetric=b_symmetric)
+        return TritonArithmetic.symmetric(self, a, b, c, b_symmetric=b_symmetric, **options)
 
     def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
         return Arithmetic.square(self, s, square, stored, out=out)  # whose sum of all addends is one

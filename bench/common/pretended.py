@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from socket import gethostname
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from dmuon.platform.host import HostShare
 
 PER_HOST = 8
 DIGEST = 64  # letters of the digests that ranks compare
@@ -82,10 +81,10 @@ def _said_by(rank: int, item: Any) -> Any:
         return item[::-1]
     if _dissenting and rank and item == []:  # how this rank, the first one, differs from itself
         return [(f"{rank * TOLD + i}", f"something of rank {rank}", "something else") for i in range(TOLD)]
-    if isinstance(item, HostShare):
-        return HostShare(f"host {rank // PER_HOST}", item.threads, item.cpus)
+    if item == gethostname():
+        return f"host {rank // PER_HOST}"
     if isinstance(item, tuple):
-        if len(item) == 2 and isinstance(item[0], HostShare) and item[1] == [0]:
+        if len(item) == 2 and item[0] == gethostname() and item[1] == [0]:
             return _said_by(rank, item[0]), [rank]  # a seat without tensor parallelism
         return tuple(_said_by(rank, part) for part in item)
     return item

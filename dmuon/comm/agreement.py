@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from dmuon.comm.monitor import DIGEST_BITS, LANE, OPTION, CollectiveError, FirstError, Monitor, forget_groups
+from dmuon.comm.monitor import LANE, OPTION, CollectiveError, FirstError, Monitor, forget_groups
 from dmuon.comm.process_groups import broadcast_object, gather_objects, named, ranks_of, this_rank
 from dmuon.kernels import streams_of
 from dmuon.layout.topology import GlobalRank
@@ -50,8 +49,6 @@ class Vote:
         what: names the vote in messages.
         changed: this rank's parameters, or how they lie, have changed.
         faulty: this rank, if it found an error among other ranks and takes no step.
-        compared: in words, what else must be the same on all ranks.
-        only_compared: the ranks of the monitor are others: compare ``compared`` alone.
 
     Attributes:
         immediate: asking never waits.
@@ -66,13 +63,8 @@ class Vote:
         *,
         changed: bool = False,
         faulty: GlobalRank | None = None,
-        compared: str = "",
-        only_compared: bool = False,
     ) -> None:
-        self._group, self._monitor, self._compared = group, monitor, compared
-        digest = 0 if only_compared else monitor.digest
-        if compared:
-            digest = zlib.crc32(compared.encode(), digest) & DIGEST_BITS
+        self._group, self._monitor, digest = group, monitor, monitor.digest
         said = [-1 if faulty is None else faulty, changed, -changed, digest, -digest, *flags]
         votes = torch.tensor(said, dtype=torch.int32)
         self.immediate = streams_of(monitor.device) is None
@@ -95,11 +87,11 @@ class Vote:
 
     def _tell_difference(self) -> NoReturn:
         """All ranks have the same result at the same place, and so can tell each other why."""
-        noted = self._monitor.noted() | ({_RAN: self._compared} if self._compared else {})
+        noted = self._monitor.noted()
         found: list[Difference] = []
         # On a stream of its own: nothing may wait for an all-gather that is stuck.
         with suppress(CollectiveError), Stream(self._monitor.device, priority=-1).alone():
-            found = _differing(self._group, noted, (f"{LANE}vote", OPTION, _RAN, f"{LANE}step"))
+            found = _differing(self._group, noted, (f"{LANE}vote", OPTION, f"{LANE}step"))
         if not found:
             self._monitor.disagree("which ones is not known", of_options=False)
         of_options = found[0].name.startswith(OPTION)
@@ -146,7 +138,6 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
     return [status[1] for status in statuses]
 
 
-_RAN = "blocks that ran"
 _TOLD = 8  # differences that a rank tells the others of, and faults that a message repeats
 
 

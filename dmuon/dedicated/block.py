@@ -23,10 +23,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dmuon.comm.agreement import Vote, require_same
@@ -37,7 +35,6 @@ from dmuon.platform.torch_private import (
     DTensorSpec,
     SavedTensorHooks,
     current_transformation,
-    is_sharded_by_fsdp,
     local_tensor,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
@@ -172,19 +169,14 @@ def buffers_along(links: Mapping[Block, Block], block: Block | None) -> Iterator
 
 
 class OrderCheck:
-    """Ranks that need each other compare in which order they have run blocks, where the vote of backward cannot tell.
+    """Ranks of a row compare in which order they ran blocks without gradients, where no vote of a backward follows.
 
-    That is where no backward follows, or nothing of dmuon's travels. Ranks that run blocks in different orders take one
-    block's weights, or its part of a sum, for another's. One small vote at the end of a pass tells; the end is that of
-    the root's forward, or, where blocks are called without the root, the second run of a block.
+    Ranks that run blocks in different orders take one block's weights for another's. One small vote at the end of a
+    pass tells, over a group that is idle then (``Lanes.votes``); the end is that of the root's forward, or, where
+    blocks are called without the root, the second run of a block. Where nothing was gathered (weights that are kept)
+    ranks need nothing of each other, and need not evaluate the same. Other rows may evaluate more or fewer batches.
 
-    - Without gradients the ranks of a row vote, over a group that is idle then (``Lanes.votes``). Where nothing is
-      gathered (weights that are kept) they need nothing of each other, and need not evaluate the same. Other rows may
-      evaluate more or fewer batches.
-    - Tensor-parallel ranks need each other in every pass, and vote among themselves.
-
-    On an accelerator the host does not wait: the next pass looks at the result of the last one. Nobody calls this in a
-    pass with gradients and without tensor parallelism: the vote of its backward will tell.
+    On an accelerator the host does not wait: the next pass looks at the result of the last one.
 
     Args:
         is_list: the blocks are those of a list of modules, whose order ranks compare before the first pass.
@@ -193,14 +185,12 @@ class OrderCheck:
         places: by what begins the names of a module of the list, how a model around them calls it.
     """
 
-    def __init__(self, comm: Comm, blocks: Sequence[Block], is_list: bool) -> None:
-        self._comm, self._blocks, self._is_list = comm, blocks, is_list
+    def __init__(self, comm: Comm, is_list: bool) -> None:
+        self._comm, self._is_list = comm, is_list
         self.places: dict[str, str] = {}
-        self._sharded: list[weakref.ref[FSDPModule]] | None = None  # of each block one, if there is any
-        self._ran: dict[Block, None] = {}  # an ordered set
-        self._gathered = False  # by FSDP2 in this pass
+        self._ran: set[Block] = set()
         self._compared = 0  # how many fills were
-        self._votes: dict[str, Vote] = {}  # that are under way
+        self._vote: Vote | None = None  # that is under way
 
     def compare_places(self) -> None:
         """Where elements of a list are alike, weights would be taken for each other's. Collective of a list, once.
@@ -218,50 +208,30 @@ class OrderCheck:
         """Another pass begins at the root."""
         self._ran.clear()
 
-    def run(self, block: Block, *, trains: bool) -> None:
-        """``block`` is about to run, with gradients (``trains``) or without."""
+    def run(self, block: Block) -> None:
+        """``block`` is about to run without gradients."""
         if block in self._ran:
-            self.end(trains=trains)
-        if not self._ran:
-            self._gathered = not trains and self._comm.row is not None and self._fsdp_gathers()
-        self._ran[block] = None
+            self.end()
+        self._ran.add(block)
 
-    def _fsdp_gathers(self) -> bool:
-        """Whether FSDP2 is about to. Its hooks may have come first at the block that runs, but not at the others."""
-        if self._sharded is None:  # it is applied before the first forward
-            modules = [block.module for block in self._blocks if block.module is not None]
-            below = [[m for m in module.modules() if isinstance(m, FSDPModule)] for module in modules]
-            self._sharded = [weakref.ref(of_block[0]) for of_block in below if of_block]
-        alive = [module() for module in self._sharded]
-        return any(is_sharded_by_fsdp(module) for module in alive if module is not None)
-
-    def end(self, *, trains: bool) -> None:
-        """Vote, if there is something to compare. Collective along the row, and over tensor-parallel ranks.
+    def end(self) -> None:
+        """Vote, if there is something to compare. Collective along the row.
 
         Raises:
-            CollectiveError: the ranks issued different collectives, or ran blocks in different orders.
+            CollectiveError: the ranks issued different collectives.
         """
-        ran = " ".join(["blocks", *(repr(block.name) for block in self._ran)]) if self._ran else ""
-        by_fsdp = ran if self._gathered else ""
         self._ran.clear()
-        self._gathered = False
-        comm, fills = self._comm, self._comm.monitor.counts["fill"]
-        if comm.row is not None and not trains and (fills != self._compared or by_fsdp):
-            self._compared = fills
-            self._vote("row", comm.row.votes, by_fsdp)
-        if comm.tensor is not None and ran:
-            self._vote("tensor", comm.tensor.group, ran, only_compared=True)
+        row, fills = self._comm.row, self._comm.monitor.counts["fill"]
+        if row is None or fills == self._compared:
+            return
+        self._compared = fills
+        self._conclude()
+        self._vote = Vote((), row.votes, self._comm.monitor, "comparison of blocks that ran")
+        if self._vote.immediate:
+            self._conclude()
 
-    def _vote(self, line: str, group: dist.ProcessGroup, compared: str, *, only_compared: bool = False) -> None:
-        self._conclude(line)
-        what = "comparison of blocks that ran"
-        vote = Vote((), group, self._comm.monitor, what, compared=compared, only_compared=only_compared)
-        self._votes[line] = vote
-        if vote.immediate:
-            self._conclude(line)
-
-    def _conclude(self, line: str) -> None:
-        vote = self._votes.pop(line, None)
+    def _conclude(self) -> None:
+        vote, self._vote = self._vote, None
         if vote is not None:
             vote.result()
 

@@ -51,12 +51,12 @@ class GradState(Enum):
     """Where the gradients of a buffer's matrices are, apart from reductions that are under way.
 
     Backward makes them ``READY`` block by block, unless it does not synchronize. A reduction takes what is there, from
-    earlier backwards too, and leaves nothing; or ``WAITING`` again, if it stopped behind the row.
+    earlier backwards too.
     """
 
     NONE = "nowhere, or with the resting forms"
     READY = "with the whole weights, to be reduced when no block of the buffer awaits backward any more"
-    WAITING = "with the whole weights, or behind the row, until a backward synchronizes"
+    WAITING = "with the whole weights, until a backward synchronizes"
 
 
 _buffers: weakref.WeakSet[OwnedBuffer] = weakref.WeakSet()
@@ -369,7 +369,7 @@ class OwnedBuffer:
     def forget_gradients(self) -> None:
         """Nothing waits for a reduction any more."""
         for matrix in self.matrices:
-            matrix.drop_waiting()
+            matrix.full.grad = None
         self.gradients = GradState.NONE
 
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from socket import gethostname
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +62,6 @@ from dmuon.model.matrix_spec import remember_spec
 from dmuon.model.routing import Exclude, Route, Select, notice, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, Speeds, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
-from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import mesh_device
@@ -177,7 +177,7 @@ def dedicate_params(
         check_parameters(whole, routes, topology.ranks)
         tensor_mesh = tensor_mesh_of(routes)
         split_over = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
-        seat = (HostShare.here(), split_over)
+        seat = (gethostname(), split_over)
         return Inspected(
             roots,
             whole,
@@ -324,11 +324,8 @@ def _connect(
         control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
         # Before the other groups: which are made goes by the options.
         seats = require_same(control, topology.ranks, None, inspected.description, inspected.seat)
-    shares = [share for share, _ in seats]
     context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
-    if mesh.device_type == "cpu":
-        warn_if_oversubscribed(shares, topology.ranks.index(this_rank()))
-    return context, [share.host for share in shares]
+    return context, [host for host, _ in seats]
 
 
 @contextmanager

@@ -154,11 +154,11 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None:
-    """With several replicas, reduce gradients across them (True, the default) or only within each (False).
+    """With several replicas, reduce gradients across them (True, the default), or, of FSDP2, only within each (False).
 
-    Between micro-batches this keeps gradients sharded without crossing replicas. Covers owned matrices, replicated
-    parameters and every FSDP2 module of ``model``. The last backward before ``step()`` must do both. Without replicas
-    it changes nothing; where every rank is a replica it is :func:`set_requires_gradient_sync`.
+    Gradients of owned matrices and of replicated parameters then accumulate on each rank, as without
+    :func:`set_requires_gradient_sync`; every FSDP2 module of ``model`` keeps them sharded. The last backward before
+    ``step()`` must do both. Without replicas it changes nothing.
 
     Raises:
         ValueError: the model was not dedicated.
@@ -357,7 +357,7 @@ class Dedicated(Residency):
         runtime.at_rest("step()")
         for buffer in runtime.buffers:
             for matrix in buffer.matrices if buffer.gradients is GradState.WAITING else ():
-                if matrix.waiting_grad is not None:
+                if matrix.full.grad is not None:
                     raise RuntimeError(
                         f"the gradient of {matrix.fqn!r} is not reduced: the last backward before step() must run "
                         "outside no_sync()"

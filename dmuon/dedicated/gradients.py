@@ -38,33 +38,26 @@ class GradReduction:
 
     The stream that computes backward packs the gradients into memory of the reduction's own, so that they can be freed
     at once. The collectives are queued on ``reduce_stream``, behind that packing, and backward goes on. There are up to
-    two stages, along the row and along the column. The second adds what earlier reductions left on the way and reads
-    what the first one brought, so it is queued behind that, on the same stream. :meth:`finish` lets the computing
-    stream wait for both stages and for nothing that was queued later: otherwise each buffer would wait for the
-    reductions of those behind it.
+    two stages, along the row and along the column. The second reads what the first one brought, so it is queued behind
+    that, on the same stream. :meth:`finish` lets the computing stream wait for both stages and for nothing that was
+    queued later: otherwise each buffer would wait for the reductions of those behind it.
 
     On the CPU, queuing the second stage waits for the first. So the next buffer, or the end of backward, advances it.
 
     Args:
-        along_column: ``False`` stops behind the row; what arrives there is added to ``partial`` of each matrix, and
-            becomes part of the next reduction that goes on.
         origins: by ``id`` of whole weights, the streams on which their gradients came; those of this buffer are taken
             out.
 
     Attributes:
         used: the matrices that this rank has a gradient for.
-        whole: it ends at the owners.
         landed: the parameters of this owner whose gradients are there, once it has finished.
     """
 
-    def __init__(
-        self, buffer: OwnedBuffer, *, along_column: bool = True, origins: dict[int, Origin] | None = None
-    ) -> None:
+    def __init__(self, buffer: OwnedBuffer, *, origins: dict[int, Origin] | None = None) -> None:
         self.buffer = buffer
         self._comm = comm = buffer.comm
-        self.whole = along_column or comm.column is None
         self.landed: list[Tensor] = []
-        self._stages = deque(filter(None, (comm.row, comm.column if along_column else None)))
+        self._stages = deque(filter(None, (comm.row, comm.column)))
         self._pending: Pending | None = None
         self._queued: torch.Event | None = None  # behind what passes from the first stage to the second
         self._origin = Origin(comm.device)
@@ -96,17 +89,15 @@ class GradReduction:
         slots: list[Tensor] = []
         grads: list[Tensor] = []
         starts = self.buffer.layout.segments.filled
-        here, last, grad = self._comm.at.s, None, None
+        last, grad = None, None
         for matrix, part, (start, end) in self.buffer.spans:
             if matrix is not last:
                 last, grad = matrix, matrix.full.grad
                 matrix.full.grad = None
                 if matrix.tensor is not None and grad is not None:
                     grad = matrix.tensor.local_grad(grad)
-            if grad is not None or part.partial is not None:
+            if grad is not None:
                 used.add(matrix)
-            if part.at.s != here:
-                part.partial = None  # another rank of the row has it
             if start == end:  # another tensor-parallel rank has it, and perhaps nothing goes to that owner
                 continue
             first = starts[part.at.s][0]
@@ -144,18 +135,12 @@ class GradReduction:
                 self._queued = comm.reduce_stream.mark()
 
     def _turn_into_column(self) -> None:
-        """Wait for the first stage, and make what it brought, with what earlier ones left, parts of the column."""
+        """Wait for the first stage, and make what it brought parts of the column."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-        at = self._comm.at
-        column = self.buffer.layout.parts(at.s)
+        column = self.buffer.layout.parts(self._comm.at.s)
         first = column.start
-        for _, part, (start, end) in self.buffer.spans:
-            if part.at.s == at.s and part.partial is not None:
-                self._result[start - first : end - first].view(part.local_shape).add_(part.partial)
-                self._in_flight.append(part.partial)
-                part.partial = None
         self._region = self._result[: column.size]  # without its padding
         self._parts = {r: self._region[start - first : end - first] for r, (start, end) in column.filled.items()}
         self._in_flight.append(self._region)
@@ -190,11 +175,9 @@ class GradReduction:
         with record_function(f"dmuon::wait_reduce {self.buffer.name}"):
             self._wait_for_all()
         undecided: list[tuple[OwnedMatrix, Tensor]] = []
-        if not self.whole:
-            self._keep_partial()
-        elif self._result.untyped_storage().nbytes() > self._result.nbytes:
+        if self._result.untyped_storage().nbytes() > self._result.nbytes:
             self._result = self._result.clone()  # a view of what others own would keep that alive with the gradients
-        for matrix, spans in self.buffer.own_spans if self.whole else ():
+        for matrix, spans in self.buffer.own_spans:
             master = matrix.master
             if not spans:
                 local = master.new_empty(master.shape)
@@ -210,17 +193,6 @@ class GradReduction:
                 undecided.append((matrix, local))
         self._origin.await_users()  # which have just read what arrived
         return undecided
-
-    def _keep_partial(self) -> None:
-        first = self.buffer.layout.segments[self._comm.at.s][0]
-        for matrix, part, (start, end) in self.buffer.spans:
-            is_here = part.at.s == self._comm.at.s
-            average = self._result[start - first : end - first] if is_here else self._result[:0]
-            # What only others on the row have used must not be lost. Looking at the values can stall an accelerator.
-            if matrix not in self.used and not (is_here and bool(average.any())):
-                continue
-            slot = average.view(part.local_shape if is_here else (0, part.local_shape[1]))
-            part.partial = slot if part.partial is None else part.partial.add_(slot)
 
 
 class Gradients:
@@ -260,39 +232,32 @@ class Gradients:
             if id(matrix.full) in origins:
                 origins[id(matrix.full)].join()
 
-    def reduce(self, buffer: OwnedBuffer, *, along_column: bool) -> None:
+    def reduce(self, buffer: OwnedBuffer) -> None:
         """Start reducing the gradients of a buffer; waits for the oldest reduction if too many are under way."""
         while len(self._reductions) >= self._comm.options.outstanding_reductions:
             self._finish_oldest()
         for earlier in self._reductions:
             earlier.advance()
-        reduction = GradReduction(buffer, along_column=along_column, origins=self.origins)
+        reduction = GradReduction(buffer, origins=self.origins)
         self._used |= reduction.used
         self._reductions.append(reduction)
-        buffer.gradients = GradState.NONE if reduction.whole else GradState.WAITING
+        buffer.gradients = GradState.NONE
 
     def _finish_oldest(self) -> None:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
-        if self.listeners and reduction.whole:
+        if self.listeners:
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:
                 landed = listener()
                 if landed is not None and reduction.landed:
                     landed(reduction.landed)
 
-    def finish(self, *, settle: bool) -> None:
-        """Wait for everything under way.
-
-        Args:
-            settle: gradients are whole now: agree on what is unused, and average what is replicated.
-        """
+    def finish(self) -> None:
+        """Wait for everything under way, agree on what is unused, and average what is replicated."""
         while self._reductions:
             self._finish_oldest()
-        if settle:
-            self._settle(self.averager.finish() if self.averager.params else [])
-        else:
-            self._used.clear()  # what waits for the next backward is marked as unreduced
+        self._settle(self.averager.finish() if self.averager.params else [])
 
     def discard(self) -> None:
         """Forget a backward that did not finish; waits for everything under way, whatever fails."""

@@ -34,7 +34,6 @@ from dmuon.layout.topology import GlobalRank, Topology, topology_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import Route
-from dmuon.platform.host import HostShare
 from dmuon.platform.torch_private import default_group_is_bound
 from dmuon.solver import Matrix
 
@@ -46,7 +45,7 @@ _WRAPPERS: dict[type, str] = {
 
 _REPLICATE = "torch.distributed._composable.replicate"  # the module of DDP's composable form and of its classes
 
-Seat = tuple[HostShare, list[GlobalRank]]  # a process on its host, and the ranks that tensor parallelism splits it over
+Seat = tuple[str, list[GlobalRank]]  # the host of a process, and the ranks that tensor parallelism splits it over
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Inspected:
         whole: the model, or a list of them.
         tensor_mesh: over which tensor parallelism has split matrices, 1-D; None without.
         description: what all ranks must have in common, by name.
-        seat: this process on its host, and the global ranks over which tensor parallelism splits its model.
+        seat: the host of this process, and the global ranks over which tensor parallelism splits its model.
     """
 
     roots: dict[str, nn.Module]

@@ -68,7 +68,7 @@ class TensorSharding:
         return local_tensor(grad)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """One matrix of an owned tensor, which may be all of it.
 
@@ -82,8 +82,6 @@ class Part:
         local_shape: of what one data-parallel rank computes with of it.
         transposed: it is stored ``(in, out)``.
         parcel: where tensor parallelism has it; None without.
-        partial: the sum of what reductions along the row alone have brought to this rank, ``local_shape``; without
-            elements on the other ranks of the row, if they took part.
     """
 
     number: int
@@ -95,7 +93,6 @@ class Part:
     local_shape: tuple[int, int]
     transposed: bool
     parcel: Parcel | None
-    partial: Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -221,32 +218,6 @@ class OwnedMatrix:
     def own_part(self, whole: Tensor) -> Tensor:
         """A copy of what this rank owns of ``whole``, ``local_shape``, shaped as the master."""
         return joined([part.take(whole) for part in self.mine], whole).view(self.master.shape)
-
-    @property
-    def waiting_grad(self) -> Tensor | None:
-        """What is not reduced yet, as the user sees it.
-
-        Without synchronization that is this rank's own gradient of the whole matrix, as with DDP; behind a reduction
-        along the row, the replica's average, on the rank of the row that keeps it.
-        """
-        if self.full.grad is not None:
-            return self.full.grad
-        kept = [(part, part.partial) for part in self.parts if part.partial is not None]
-        if not kept:
-            return None
-        local = kept[0][1]
-        if self.is_split:  # what is kept becomes views of what the user sees, so that edits reach it
-            local = joined([partial for _, partial in kept], local)
-            pieces = local.split([partial.numel() for _, partial in kept])
-            for (part, partial), piece in zip(kept, pieces, strict=True):
-                part.partial = piece.view(partial.shape)
-        return self.like_rest(local, f"{self.fqn}.grad")
-
-    def drop_waiting(self) -> None:
-        """Forget that."""
-        self.full.grad = None
-        for part in self.parts:
-            part.partial = None
 
     def like_rest(self, local: Tensor, name: str) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, in the layout of the resting form."""

@@ -2,24 +2,21 @@
 
 Elementwise, the parts of the results are the results of the parts, whatever else is in the list. Nothing travels.
 
-[Note: norms that wait]
-Torch's clipping takes the norm of each gradient and stacks them. So a norm waits until then: one collective joins all
-that meet in one operation, as with the norms of other DTensors, and a rank that takes a norm and does not look at it
-keeps no other waiting. A rank without elements takes part, since it holds a placeholder.
+A norm, or another number of an owned tensor, is collective: one collective for all of a list that lie alike. Torch's
+clipping asks for the norms of lists. A rank without elements takes part, since it holds a placeholder.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from dmuon.comm.norm import Order, all_reduce, local_terms, norms_of, reduce_terms
 from dmuon.platform.torch_private import local_tensor, without_torch_function
@@ -102,106 +99,31 @@ def _beside(first: Sequence[Tensor], argument: Any) -> list[tuple[Tensor, Tensor
 # -- norms and other numbers -----------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class _Norm:
-    """A norm, or another number, of which this rank knows its own part.
-
-    Attributes:
-        term: what that adds, ``(1,)``, fp64.
-        order: of the norm, or how terms are joined.
-        groups: over which terms are joined.
-        value: the norm, ``()``, once they are.
-        factor: on what the joined terms are.
-    """
-
-    term: Tensor
-    order: Order
-    groups: tuple[dist.ProcessGroup, ...]
-    dtype: torch.dtype
-    value: Tensor | None = None
-    factor: float = 1.0
-
-
-# What torch computes from the memory of a tensor, which a norm that waits does not have.
-_OF_MEMORY = (
-    Tensor.__float__, Tensor.tolist, Tensor.numpy, Tensor.__format__, Tensor.__deepcopy__, Tensor.__reduce_ex__,
-    Tensor.share_memory_,
-)  # fmt: skip
-
-
-class PendingNorm(Tensor):
-    """The norm of a DTensor, ``()``. [Note: norms that wait]
-
-    Every operation that needs the number is collective, once, and gives plain tensors.
-    """
-
-    joint: _Norm
-
-    @staticmethod
-    def __new__(cls, norm: _Norm) -> PendingNorm:
-        pending: PendingNorm = Tensor._make_wrapper_subclass(cls, (), dtype=norm.dtype, device=norm.term.device)
-        pending.joint = norm
-        return pending
+class WholeNorm(Tensor):
+    """A number that every rank knows, a plain tensor but for this: norms of other DTensors may be stacked with it."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _OF_MEMORY:
-            return func(args[0].number(), *args[1:], **(kwargs or {}))
         with without_torch_function():
             if func is torch.stack and args:
-                args = (_whole(args[0]), *args[1:])  # norms of other DTensors, which may lie on several meshes
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return PendingNorm(args[0].joint)
-        leaves, spec = tree_flatten((list(args), kwargs or {}))
-        _joined([leaf.joint for leaf in leaves if isinstance(leaf, PendingNorm)])
-        leaves = [leaf.joint.value if isinstance(leaf, PendingNorm) else leaf for leaf in leaves]
-        plain_args, plain_kwargs = tree_unflatten(leaves, spec)
-        return func(*plain_args, **plain_kwargs)
-
-    def number(self) -> Tensor:
-        """As a plain tensor, without autograd. Collective."""
-        return _joined([self.joint])[0].clone()
+                args = (_whole(args[0]), *args[1:])  # which may lie on several meshes
+            args, kwargs = tree_map_only(WholeNorm, lambda norm: norm.as_subclass(Tensor), (args, kwargs or {}))
+            out = func(*args, **kwargs)
+        return out.as_subclass(cls) if func is Tensor.to else out  # which comes before torch stacks them
 
     def full_tensor(self, **_: Any) -> Tensor:
-        """As a plain tensor. Collective."""
+        """As a plain tensor."""
         return self.clone()
 
     def to_local(self, **_: Any) -> Tensor:
         """The same: no rank has a part of the number."""
         return self.clone()
 
-    def redistribute(self, *_: Any, **__: Any) -> PendingNorm:
-        """This norm, which every rank may read alone from now on. Collective."""
-        self.number()
+    def redistribute(self, *_: Any, **__: Any) -> WholeNorm:
+        """This norm."""
         return self
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        value = self.joint.value
-        return f"PendingNorm(order={self.joint.order}, {'not joined yet' if value is None else float(value)})"
-
-
-def _joined(norms: Sequence[_Norm]) -> list[Tensor]:
-    """The values, which are found for those that have none. Collective: once for all that lie alike."""
-    alike: dict[Any, list[_Norm]] = {}
-    for norm in dict.fromkeys(norms):
-        if norm.value is None:
-            alike.setdefault((norm.order, norm.groups, norm.term.device), []).append(norm)
-    for (order, groups, _), waiting in alike.items():
-        terms = torch.cat([norm.term for norm in waiting])
-        for group in groups:
-            reduce_terms(terms, order, group)
-        for norm, value in zip(waiting, norms_of(terms, order).unbind(), strict=True):
-            value = value * norm.factor  # also as views of one tensor may not be results of several functions
-            norm.value = value.to(norm.dtype)
-    return [norm.value for norm in norms if norm.value is not None]
 
 
 def _whole(norms: Sequence[Tensor]) -> list[Tensor]:
@@ -247,17 +169,20 @@ def split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def whole_terms(tensors: Sequence[Tensor], order: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """The terms of ``n`` tensors of any kinds, ``(n,)`` on ``device``, in any order. Collective: once a layout."""
-    by_split: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for tensor in tensors:
-        by_split.setdefault(split_over(tensor), []).append(tensor)
-    terms = []
+    """The terms of ``n`` tensors of any kinds, ``(n,)`` on ``device``. Collective: once a layout."""
+    by_split: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_split.setdefault(split_over(tensor), []).append(i)
+    whole: list[Tensor] = list(tensors)
     for groups, members in by_split.items():
-        term = torch.cat([local_terms(same, order, foreach).to(device) for same in by_kind(members)])
+        kinds = _kinds(tensors, members)
+        terms = [local_terms([local_tensor(tensors[i]) for i in same], order, foreach).to(device) for same in kinds]
+        term = torch.cat(terms)
         for group in groups:
             reduce_terms(term, order, group)
-        terms.append(term)
-    return torch.cat(terms)
+        for i, one in zip((i for same in kinds for i in same), term.split(1), strict=True):
+            whole[i] = one
+    return torch.cat(whole)
 
 
 def answer_norm(args: Sequence[Any], kwargs: dict[str, Any], refuse: Callable[[str], Exception]) -> Any:
@@ -284,25 +209,27 @@ def answer_norm(args: Sequence[Any], kwargs: dict[str, Any], refuse: Callable[[s
 
 
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each tensor, ``()``, pending for DTensors."""
+    """The norm of each tensor, ``()``. Collective."""
     require_summed(tensors, "norm")
     for tensor in tensors:
         if (order < 0 or order == math.inf) and not tensor.numel():
             raise RuntimeError(f"{named(tensor)} has no elements, and so no norm of order {order}")
-    norms: list[Tensor] = [tensors[0]] * len(tensors)
-    for same in _kinds(tensors, range(len(tensors))):
-        terms = local_terms([local_tensor(tensors[i]) for i in same], order, None)
-        for i, term in zip(same, terms.split(1), strict=True):
-            norm = _Norm(term, order, split_over(tensors[i]), (dtype or tensors[i].dtype).to_real())
-            norms[i] = PendingNorm(norm) if isinstance(tensors[i], DTensor) else _joined([norm])[0]
-    return norms
+    norms = norms_of(whole_terms(tensors, order, None, local_tensor(tensors[0]).device), order).unbind()
+    pairs = zip(tensors, norms, strict=True)
+    return [_number(norm, tensor, (dtype or tensor.dtype).to_real()) for tensor, norm in pairs]
+
+
+def _number(value: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a number of ``tensor``: views of one tensor may not be results of several functions."""
+    number = value.to(local_tensor(tensor).device, dtype, copy=True)
+    return number.as_subclass(WholeNorm) if isinstance(tensor, DTensor) else number
 
 
 NUMBERS = ("all", "amax", "amin", "any", "max", "mean", "min", "sum")  # that answer_number() finds
 
 
 def answer_number(name: str, args: Sequence[Any], kwargs: dict[str, Any], refuse: Callable[[str], Exception]) -> Tensor:
-    """What a reduction of all of an owned tensor to one number returns; pending, as norms are.
+    """What a reduction of all of an owned tensor to one number returns. Collective.
 
     Args:
         name: one of ``NUMBERS``.
@@ -323,7 +250,10 @@ def answer_number(name: str, args: Sequence[Any], kwargs: dict[str, Any], refuse
         dtype = torch.bool
     elif dtype is None and order == "sum" and not tensor.dtype.is_floating_point:
         dtype = torch.int64
-    return PendingNorm(_Norm(term.view(1), order, split_over(tensor), dtype or tensor.dtype, factor=factor))
+    term = term.view(1)
+    for group in split_over(tensor):
+        reduce_terms(term, order, group)
+    return _number(term[0] * factor, tensor, dtype or tensor.dtype)
 
 
 def check_and_unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -157,7 +157,8 @@ class OwnedState(OwnedTensor):
                 f"{self.fqn}: some rank writes an even shard of another shape; here it has {tuple(shard.shape)}, and "
                 f"{tuple(shape)} fits"
             )
-        whole = even_whole(self, shard)
+        local = shard.to(device=self.device_mesh.device_type)
+        whole = as_dtensor(local, self.device_mesh, self.placements, self.shape).full_tensor()
         for box, part in self.boxed():
             part.copy_(whole[_slices(box)])
 
@@ -207,12 +208,6 @@ def _all_reduce(tensor: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType) -
     for dim in range(mesh.ndim if tensor.numel() else 0):
         if mesh.size(dim) > 1:
             dist.all_reduce(tensor, op, group=mesh.get_group(dim))
-
-
-def even_whole(target: OwnedTensor, shard: Tensor) -> Tensor:
-    """The tensor of which ``shard`` is this rank's even part, laid out as ``target`` says. Collective over its mesh."""
-    local = shard.to(device=target.device_mesh.device_type)
-    return as_dtensor(local, target.device_mesh, target.placements, target.shape).full_tensor()
 
 
 # -- from masters, and to them ---------------------------------------------------------------------------------------

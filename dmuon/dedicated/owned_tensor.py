@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dmuon.dedicated.owned_operations import (
     NUMBERS,
@@ -35,6 +35,7 @@ from dmuon.layout.topology import Position
 from dmuon.platform.torch_private import (
     Box,
     SavedInBoxes,
+    clip_by_lists,
     even_shape,
     local_tensor,
     owned_spec,
@@ -166,21 +167,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
             raise owned[0].refused(func)
         if name.startswith("_foreach"):
             return _run_foreach(func, args, kwargs or {})
-        twins: dict[int, OwnedTensor] = {}
-        plain = []
-        for leaf in flat:
-            if isinstance(leaf, OwnedTensor):
-                twin = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
-                twins[id(twin)] = leaf
-                leaf = twin
-            elif isinstance(leaf, Tensor) and leaf.ndim == 0:
-                leaf = number_of(leaf)  # whose mesh may be another one
-            plain.append(leaf)
-        _check_same_owner(func, flat, owned)
-        plain_args, plain_kwargs = tree_unflatten(plain, spec)
-        with _told(args[0] if name.endswith("_") else ()):
-            out = func(*plain_args, **plain_kwargs)
-        return _rewrap(out, twins, owned)
+        return _run_alone(func, flat, spec, owned)
 
     @property
     def layout_key(self) -> Hashable:
@@ -362,6 +349,9 @@ def owned_like(source: OwnedTensor, local: Tensor, fqn: str, keeper: Keeper | No
     return tensor
 
 
+clip_by_lists(OwnedTensor)
+
+
 def _lie_alike(target: Tensor, source: Tensor) -> bool:
     return target is source or (
         isinstance(target, OwnedTensor)
@@ -386,25 +376,28 @@ def _laid_like(tensor: Tensor, local: Tensor) -> Tensor:
     return tensor.like(local) if isinstance(tensor, OwnedTensor) else like_param(tensor, local)
 
 
-def _rewrap(out: Any, twins: dict[int, OwnedTensor], owned: list[OwnedTensor]) -> Any:
-    """The argument itself where an operation returned it; a new result wrapped with the owner of its argument."""
-    if not isinstance(out, DTensor):
-        return out
-    if id(out) in twins:
-        return twins[id(out)]
-    # Beside values of a state dict, which can be saved, the result is one, too.
-    source = next((t for t in owned if type(t) is not OwnedTensor), owned[0])
-    return source.like(local_tensor(out)) if out.shape == source.shape else out
-
-
-def _check_same_owner(func: Any, flat: list[Any], owned: list[OwnedTensor]) -> None:
-    """Raise for elementwise work between local tensors of different ranks; with scalars it is exact."""
+def _run_alone(func: Any, flat: list[Any], spec: TreeSpec, owned: list[OwnedTensor]) -> Any:
+    """An elementwise operation on what this rank holds; between tensors of different ranks it is refused."""
     for leaf in flat:
         if isinstance(leaf, Tensor) and not isinstance(leaf, OwnedTensor) and leaf.ndim:
             raise owned[0]._laid_otherwise(func, leaf)
     if len({(t.shape, t.layout_key) for t in owned}) > 1:
         names = ", ".join(repr(t.fqn) for t in owned)
         raise RuntimeError(f"{func} mixes {names}, which have different owners or shapes; {_REMEDY}")
+    # Numbers may lie on another mesh.
+    plain = [
+        local_tensor(t) if isinstance(t, OwnedTensor) else number_of(t) if isinstance(t, Tensor) else t for t in flat
+    ]
+    args, kwargs = tree_unflatten(plain, spec)
+    if func.overloadpacket.__name__.endswith("_"):
+        target: OwnedTensor = flat[0]
+        with _told(target):
+            func(*args, **kwargs)
+        return target
+    out = func(*args, **kwargs)
+    # Beside values of a state dict, which can be saved, the result is one, too.
+    source = next((t for t in owned if type(t) is not OwnedTensor), owned[0])
+    return source.like(out) if isinstance(out, Tensor) else out
 
 
 @contextmanager

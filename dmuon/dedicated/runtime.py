@@ -24,7 +24,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dmuon.comm.agreement import require_no_fault
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
 from dmuon.dedicated.block import (
@@ -41,7 +40,7 @@ from dmuon.dedicated.block import (
 from dmuon.dedicated.buffer import BufferState, GradState, Publications
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.owned_state import even_whole, own_part
+from dmuon.dedicated.owned_state import state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import ManagedModules
 from dmuon.layout.topology import GlobalRank
@@ -50,7 +49,7 @@ from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import (
     current_backward,
-    even_shape,
+    local_tensor,
     on_backward_end,
     outside_compile,
     saved_tensor_hooks_refusal,
@@ -72,7 +71,7 @@ class Runtime:
         generation: version of the masters, see [Note: what a generation is].
         plan: who owns what, in batches of what size.
         sync: backward reduces gradients; otherwise they accumulate where they arise.
-        all_reduce: backward reduces gradients across replicas too.
+        all_reduce: backward may reduce gradients across replicas; where there are any, it reduces none otherwise.
         members: of this model, in some optimizer.
         by_rest: the matrices, by the ``id`` of their resting forms.
         backwards: that have come to a block and not ended yet.
@@ -98,11 +97,11 @@ class Runtime:
         self.strangers: tuple[GlobalRank, ...] = ()
         self.was_entered = False
         self.order = ExecutionOrder(self.blocks)
-        self.managed = ManagedModules(roots, self.blocks)
+        self.managed = ManagedModules(roots)
         self.gradients = Gradients(
             comm, list(self.matrices()), self.managed, weakref.WeakMethod(self._replicated_gradient_arrived)
         )
-        self.order_check = OrderCheck(comm, self.blocks, is_list="" not in roots)
+        self.order_check = OrderCheck(comm, is_list="" not in roots)
         of_module: dict[int, list[Block]] = {}  # one for each dtype
         for block in self.blocks:
             of_module.setdefault(id(block.module), []).append(block)
@@ -158,14 +157,14 @@ class Runtime:
         """The gradient of ``param`` that waits for a backward with synchronization; None of an alias."""
         buffer = self._buffer_of.get(id(param))
         waits = buffer is not None and buffer.gradients is GradState.WAITING
-        return self.by_rest[id(param)].waiting_grad if waits else None
+        return self.by_rest[id(param)].full.grad if waits else None
 
     def drop_waiting(self, param: OwnedTensor) -> None:
         """Forget that: the user has cleared or replaced the gradient."""
         self.was_entered = False
         buffer = self._buffer_of.get(id(param))
         if buffer is not None and buffer.gradients is GradState.WAITING:
-            self.by_rest[id(param)].drop_waiting()
+            self.by_rest[id(param)].full.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Hooks hold the runtime, so copying or pickling a model meets it before its parameters.
@@ -196,19 +195,13 @@ class Runtime:
         Raises:
             ValueError, RuntimeError: on every rank, if some rank cannot.
         """
+        self.at_rest("a write to to_local()")
         matrix = self._by_name[param.fqn]  # ``param`` may be an alias
-        fault: Exception | str | None = None
-        try:
-            self.at_rest("a write to to_local()")
-        except RuntimeError as error:
-            fault = error
-        shape = even_shape(param.shape, param.device_mesh, param.placements)
-        if shard.shape != shape:
-            fault = f"{param.fqn}: an even shard has shape {tuple(shape)} here, not {tuple(shard.shape)}"
-        require_no_fault(self.comm.control, fault, self.comm.device)
+        state = state_of(matrix.master, matrix, matrix.fqn)
+        state.write_even(shard)
         self.before_write()
         with torch.no_grad():
-            matrix.master.copy_(own_part(even_whole(param, shard), matrix))
+            matrix.master.copy_(local_tensor(state))
         self.weights_changed()
 
     def at_rest(self, doing: str, *, summoned: bool = False) -> None:
@@ -280,9 +273,8 @@ class Runtime:
 
     @outside_compile
     def _root_post_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        trains = torch.is_grad_enabled()
-        if self.comm.tensor is not None or not trains:
-            self.order_check.end(trains=trains)
+        if not torch.is_grad_enabled():
+            self.order_check.end()
 
     @outside_compile
     def _pre_forward(
@@ -299,8 +291,8 @@ class Runtime:
                 self._prepare()
             if begins:
                 self._begin_pass()
-            if not recomputes and (self.comm.tensor is not None or not trains):
-                self.order_check.run(block, trains=trains)
+            if not (recomputes or trains):
+                self.order_check.run(block)
             last, self.order.last = self.order.last, block
             if last is None and not recomputes:
                 self.order.first = block
@@ -412,6 +404,11 @@ class Runtime:
         if backward is not None and backward not in self.backwards:
             self.backwards.add(backward)
             on_backward_end(partial(self._root_post_backward, backward))
+        return self._reduces
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether a backward brings gradients to their owners. Half of the way none goes."""
         return self.sync and (self.all_reduce or self.comm.column is None)
 
     def _post_backward(self, block: Block) -> None:
@@ -431,31 +428,30 @@ class Runtime:
             self._reshard(block, before if before is not None and before.name in before.buffer.awaited else None)
         block.backward, block.calls = None, 0
         buffer.awaited.discard(block.name)
-        # Without shards there is nothing to reduce but across replicas.
-        if not self.sync or not (self.all_reduce or self.comm.row is not None or self.comm.column is None):
+        if not self._reduces:
             if buffer.gradients is GradState.NONE:
                 buffer.gradients = GradState.WAITING
             return
         buffer.gradients = GradState.READY
         if not buffer.awaited:
-            self.gradients.reduce(buffer, along_column=self.all_reduce)
+            self.gradients.reduce(buffer)
 
     def _root_post_backward(self, backward: int) -> None:
         """All gradients are reduced and visible when ``backward()`` returns."""
         for block in self.blocks:
             if block.backward == backward:
                 self._end_block(block)
-        whole = self.sync and (self.all_reduce or self.comm.column is None)
+        reduces = self._reduces
         for buffer in self.buffers:
             # Either a block of it did not run, or a backward before this one has left something.
-            if buffer.gradients is GradState.READY or (whole and buffer.gradients is GradState.WAITING):
-                self.gradients.reduce(buffer, along_column=self.all_reduce)
+            if buffer.gradients is GradState.READY or (reduces and buffer.gradients is GradState.WAITING):
+                self.gradients.reduce(buffer)
             # Or it was prefetched, and nothing came.
             is_idle = buffer.state is not BufferState.FREED and not (buffer.keep or buffer.users)
             if is_idle and self.backwards == {backward}:
                 buffer.free()
-        if self.sync:
-            self.gradients.finish(settle=whole)
+        if reduces:
+            self.gradients.finish()
         self.backwards.discard(backward)  # last: after an exception above there is something to recover from
 
     # -- recovery --------------------------------------------------------------------------------------------------

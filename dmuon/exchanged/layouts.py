@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from socket import gethostname
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,6 @@ from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.planning.agreed_plan import Speeds, make_plan
 from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
 from dmuon.solver import Matrix, unmeasured_batch
@@ -321,16 +321,13 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
 def _planned(
     domain: Domain, matrices: list[Matrix], pools: list[frozenset[str]] | None, options: LayoutOptions
 ) -> OwnerPlan:
-    said: list[tuple[HostShare, Speeds]] = agree(domain.group, None, (HostShare.here(), options.ranks))
-    shares = [share for share, _ in said]
+    said: list[tuple[str, Speeds]] = agree(domain.group, None, (gethostname(), options.ranks))
     other = next((rank for rank, (_, ranks) in zip(domain.ranks, said, strict=True) if ranks != said[0][1]), None)
     if other is not None:
         raise ValueError(
             f"rank {other} was given ranks={said[position_in(domain.ranks, other)][1]!r}, and rank {domain.ranks[0]} "
             f"ranks={said[0][1]!r}; give all of them the same"
         )
-    if domain.device.type == "cpu":
-        warn_if_oversubscribed(shares, domain.position)
     per_byte = _NOMINAL_NS_PER_BYTE if options.costs == "flops" else link_ns_per_byte(domain)
     return make_plan(
         matrices,
@@ -338,7 +335,7 @@ def _planned(
         domain.device,
         costs=options.costs,
         solve=options.solve,
-        hosts=[share.host for share in shares],
+        hosts=[host for host, _ in said],
         pools=pools,
         ns_per_byte=per_byte,
         ranks=options.ranks,

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 _MAX_BYTES = 1 << 26
-_MAX_LINKS = 40  # as Linux allows on one path
 _NAME = 40  # characters of a file's name in that of its temporary one; a name may have 255 bytes
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def write_text(path: Path, text: str) -> None:
@@ -29,8 +27,7 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace the file at ``path`` in one step: readers, other writers and a crash leave the old file or the new one.
 
-    A new file has the permissions that the umask leaves, another keeps its own. What a symbolic link leads to is
-    replaced, and the link stays.
+    A new file has the permissions that the umask leaves, another keeps its own.
 
     Raises:
         OSError: the folder cannot be written or is full, or :func:`check_target` refuses the path; what was there is
@@ -57,52 +54,20 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def check_target(path: Path) -> Path:
-    """Where what is written at ``path`` goes: ``path`` without symbolic links.
+    """``path``, if a file may be written there.
 
     Raises:
         OSError: something that is no regular file is there, which a new file would replace: a device, a pipe, a
-            folder; or another user's link in a folder that others may write, which could lead to any file of this user.
+            folder; or a symbolic link, which somebody else could have planted to have a file of this user replaced.
     """
-    target = _followed(path)
-    with _about(path), suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.lstat(target).st_mode):
-            raise OSError(errno.EINVAL, "is no regular file, and is not replaced; name a file")
-    return target
-
-
-def _followed(path: Path) -> Path:
-    """``path`` without symbolic links, whether or not anything is there."""
-    left = list(reversed(path.absolute().parts[1:]))  # what is still to be walked, the next part last
-    place, links = Path("/"), 0
-    while left:
-        part = left.pop()
-        if part == "..":
-            place = place.parent
-            continue
-        try:
-            about = os.lstat(place / part)
-        except OSError:  # it is to be written, or the next call says what is wrong
-            place /= part
-            continue
-        if not stat.S_ISLNK(about.st_mode):
-            place /= part
-            continue
-        if len(place.parts) > 2 and place.parts[1] == "proc":  # /dev/stdout leads here
-            raise OSError(errno.EINVAL, "is what a process has open, and no regular file; name a file", str(path))
-        links += 1
-        if links > _MAX_LINKS:
-            raise OSError(errno.ELOOP, "leads through too many symbolic links; name a file", str(path))
-        if about.st_uid not in (0, os.geteuid()) and os.lstat(place).st_mode & _OTHERS_WRITE:
-            raise OSError(
-                errno.EPERM,
-                f"leads through {place / part}, a link of another user in a folder that others may write; name the "
-                "file that it stands for",
-                str(path),
-            )
-        onward = Path(os.readlink(place / part))
-        place = Path("/") if onward.is_absolute() else place
-        left += reversed(onward.parts[1:] if onward.is_absolute() else onward.parts)
-    return place
+    with suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            told = "is a symbolic link, and is not followed; name the file that it stands for"
+            raise OSError(errno.EINVAL, told, str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "is no regular file, and is not replaced; name a file", str(path))
+    return path
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _P = ParamSpec("_P")
@@ -111,6 +112,11 @@ def lies_evenly(tensor: DTensor) -> bool:
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``: itself, or a DTensor's local tensor, without autograd and not a view."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def clip_by_lists(kind: type[Tensor]) -> None:
+    """Let torch's clipping ask for the norms of lists of ``kind`` at once, as of plain tensors and DTensors."""
+    _foreach_utils._foreach_supported_types.append(kind)
 
 
 def without_torch_function() -> AbstractContextManager[None]:
@@ -327,11 +333,6 @@ def move_hooks(source: Tensor, target: Tensor) -> None:
 def flattened_by_fsdp1(param: Tensor) -> bool:
     """Whether ``FullyShardedDataParallel`` has flattened ``param``, or made it of what it flattened."""
     return bool(getattr(param, "_fsdp_flattened", False))
-
-
-def is_sharded_by_fsdp(module: FSDPModule) -> bool:
-    """Whether FSDP2 will gather parameters of this module, those of modules below it left out, for its next forward."""
-    return any(group.is_sharded or group.is_sharded_post_forward for group in _fsdp_groups(module))
 
 
 def managed_by_fsdp(module: FSDPModule) -> list[Tensor]:

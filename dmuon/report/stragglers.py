@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from socket import gethostname
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from dmuon.dedicated.dedication import require_dedicated
 from dmuon.optimizer.muon import Muon
 from dmuon.planning.agreed_plan import planned_ranks
 from dmuon.planning.owner_plan import OwnerPlan, reason_of
-from dmuon.platform.host import HostShare
 from dmuon.platform.log import logger
 from dmuon.solver import SolveOptions
 from dmuon.solver import plan as solve_plan
@@ -61,7 +61,7 @@ def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | Non
         fault = "the plan of the model does not know what its matrices cost; plan it anew, without plan="
     elif works[position] and not seconds:
         fault = "the optimizer has taken no step yet that this rank took part in; train some steps first"
-    said = agree(comm.control, fault, (position, seconds, HostShare.here().host))
+    said = agree(comm.control, fault, (position, seconds, gethostname()))
     assert works is not None
     took, hosts = [0.0] * plan.world, [""] * plan.world
     for place, seconds_there, host in said:

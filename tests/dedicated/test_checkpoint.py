@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -23,7 +22,7 @@ from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -206,64 +205,6 @@ def test_checkpoint_converts_to_one_plain_file(ranks: RankPool, tmp_path: Path) 
     model = build(seed=3)
     model.load_state_dict(state["model"])
     assert_equal_weights(dict(model.state_dict()), reference_weights(SAVED))
-
-
-def load_plain(_rank: int, _world: int, path: str, name: str) -> dict[str, Tensor]:
-    model = lay(name, build(seed=5)).model
-    if name == "1d-3-two-lines":
-        model.load_state_dict(torch.load(os.path.join(path, "plain.pt")))
-    else:
-        weights = {"model": get_model_state_dict(model)}
-        dcp.load(weights, checkpoint_id=os.path.join(path, "sharded"))
-        set_model_state_dict(model, weights["model"])
-    return full_state(model)
-
-
-@pytest.mark.pitfall("P33")
-def test_plain_checkpoint_loads_into_dedicated_model(ranks: RankPool, tmp_path: Path) -> None:
-    expected = build(seed=1).state_dict()
-    torch.save(expected, tmp_path / "plain.pt")
-    torch.save({"model": expected}, tmp_path / "nested.pt")
-    torch_save_to_dcp(tmp_path / "nested.pt", tmp_path / "sharded")
-    for name in ("1d-3", "1d-3-two-lines"):
-        for weights in ranks(3, load_plain, str(tmp_path), name):
-            assert_same_tensors(weights, expected)
-
-
-@pytest.mark.pitfall("P33")
-def test_torch_muon_state_loads_and_goes_back() -> None:
-    """One process, the same options: a run may switch between the two optimizers at any step."""
-    model = build()
-    matrices = [p for n, p in model.named_parameters() if is_matrix(n)]
-    options = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": CLASSIC}
-    expected = {}
-    reference = Reference(model)
-    for step in range(6):
-        reference.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        reference.step()
-    expected = copy.deepcopy(model.state_dict())
-
-    model.load_state_dict(build().state_dict())
-    reference = Reference(model)
-    ours = dmuon.Muon([{"params": matrices, "use_muon": True}], **options)
-    for step in range(6):
-        model.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        if step == 2:
-            ours.load_state_dict(reference.muon.state_dict())
-            assert all(
-                torch.equal(ours.state[p]["momentum_buffer"], reference.muon.state[p]["momentum_buffer"])
-                for p in matrices
-            )
-        if step == 4:
-            reference.muon.load_state_dict(ours.state_dict())
-        if step in (2, 3):
-            ours.step()
-            reference.adamw.step()
-        else:
-            reference.step()
-    assert_equal_weights(dict(model.state_dict()), dict(expected))
 
 
 @pytest.mark.pitfall("P33")

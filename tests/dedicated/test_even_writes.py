@@ -41,7 +41,7 @@ def test_an_even_shard_of_another_shape_is_refused_on_all_ranks(rank: int, world
     model = dedicated()
     name, param = next(iter(owned(model).items()))
     shard = torch.zeros(param.shape).chunk(world)[rank]
-    with pytest.raises(ValueError, match=f"{name}: an even shard has shape"):
+    with pytest.raises(ValueError, match=f"{name}: some rank writes an even shard of another shape"):
         param.to_local().copy_(shard[1:] if rank else shard)
     param.to_local().copy_(shard)
     with dmuon.summon_full_params(model, writeback=False):

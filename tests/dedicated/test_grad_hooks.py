@@ -18,7 +18,6 @@ from harness.toy import batch, build
 from torch import Tensor
 
 import dmuon
-from dmuon.dedicated.dedication import dedications
 
 pytestmark = pytest.mark.pitfall("P67")
 
@@ -213,25 +212,3 @@ def test_cleared_gradients_of_no_sync_are_gone(rank: int, world: int) -> None:
 def test_cleared_gradients_of_half_a_reduction_are_gone(rank: int, world: int) -> None:
     check_clearing(["hsdp-two-lines", "tp-two-lines"], halfway=False)
     check_clearing(["hsdp-two-lines"], halfway=True)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_half_a_reduction_shows_the_average_of_the_replica(rank: int, world: int) -> None:
-    model = build()
-    laid = lay("hsdp-two-lines", model)
-    dmuon.set_requires_all_reduce(model, False)
-    laid.backward(0)
-    replica = rank // 2
-    halves = [own_gradients(2 * replica + i, 4, (0,)) for i in range(2)]
-    shown = 0
-    for matrix in dedications(model)[0].runtime.matrices():
-        grad = matrix.rest.grad
-        assert grad is not None
-        local = local_tensor(grad)
-        if local.numel():
-            expected = (halves[0][matrix.fqn] + halves[1][matrix.fqn]) / 2
-            torch.testing.assert_close(local, expected, rtol=1e-5, atol=1e-7)
-            shown += 1
-    assert shown > 0
-    dmuon.set_requires_all_reduce(model, True)

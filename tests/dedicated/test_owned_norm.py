@@ -145,16 +145,6 @@ def test_a_norm_in_a_loss_has_the_gradient_of_one_process(rank: int, world: int)
     assert all(tensor.isfinite().all() for tensor in full_state(laid.network).values())
 
 
-@pytest.mark.pitfall("P36", "P48", "P54")
-@on_ranks(2)
-def test_a_rank_that_takes_a_norm_alone_waits_for_nobody(rank: int, world: int) -> None:
-    laid, _ = laid_out("1d")
-    if rank == 0:
-        weight = laid.network.blocks[0].up.weight
-        taken = [weight.norm(), weight.norm(math.inf), weight.grad.norm(), *foreach_norm([weight.grad], 2.0)]
-        assert all("not joined yet" in repr(norm.detach()) for norm in taken)
-
-
 @pytest.mark.pitfall("P36")
 @pytest.mark.parametrize(
     ("layout", "world", "owned"), [("1d", 2, 1), pytest.param("hsdp", 4, 2, marks=pytest.mark.slow), ("tp", 2, 1)]

@@ -174,42 +174,6 @@ def test_evaluation_in_another_order_is_told_at_its_end(rank: int, world: int) -
 
 @pytest.mark.pitfall("P70")
 @on_ranks(2)
-def test_what_fsdp_gathers_beside_kept_weights_is_compared(rank: int, world: int) -> None:
-    """It would take one block's norms for another's. A second pass gathers nothing, and one rank may run it alone."""
-    laid = lay("1d", build(block=Even), keep=True)
-    model, optimizer, tokens = laid.model, laid.optimizer(), batch(0)[0]
-    with torch.no_grad():
-        model(tokens)
-        for _ in range(1 + rank):
-            model(tokens)
-    laid.backward(0)
-    optimizer.step()
-    model.forward = lambda tokens: by_order(model, tokens, [0, 1, 2] if rank == 0 else [0, 2, 1])
-    with torch.no_grad(), pytest.raises(dmuon.CollectiveError, match=r"blocks 'blocks\.0' 'blocks.\d' .* on rank"):
-        model(tokens)
-
-
-@pytest.mark.pitfall("P70")
-@pytest.mark.parametrize("root", [True, False], ids=["", "past the root"])
-@pytest.mark.parametrize("trains", [False, True], ids=["evaluates", "trains"])
-@on_ranks(2)
-def test_tensor_parallel_ranks_compare_the_blocks_that_ran(rank: int, world: int, trains: bool, root: bool) -> None:
-    """Nothing of dmuon's travels there, and sums of different blocks are mixed."""
-    laid = lay("tp", build())
-    model, tokens = laid.model, batch(0)[0]
-    orders = [[0, 1, 2] if rank == 0 else [0, 2, 1], [0, 1, 2]]
-    with torch.set_grad_enabled(trains):
-        model(tokens)
-        model.forward = lambda tokens: by_order(model, tokens, orders[0])
-        order = r".blocks 'blocks\.0' 'blocks\.\d' 'blocks\.\d'."
-        with pytest.raises(dmuon.CollectiveError, match=rf"{order} on rank [01] where rank [01] has {order}"):
-            for blocks in [] if root else orders:
-                by_order(model, tokens, blocks)
-            model(tokens)
-
-
-@pytest.mark.pitfall("P70")
-@on_ranks(2)
 def test_evaluation_past_the_root_is_told_when_a_block_runs_again(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build(block=Even), comm=dmuon.CommOptions(prefetch=0))
     tokens, order = batch(0)[0], [0, 1, 2] if rank == 0 else [0, 2, 1]

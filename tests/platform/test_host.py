@@ -1,59 +1,16 @@
-"""Ranks of one host that would take the CPUs from each other are told so once."""
+"""What a process waits for, and keeps, when it ends."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 import time
-import warnings
 import zlib
 
 import pytest
-import torch
-from harness.on_ranks import on_ranks
-from harness.toy import build
-from torch.distributed.device_mesh import init_device_mesh
 
-import dmuon
-from dmuon.platform.host import HostShare, let_threads_rest, warn_if_oversubscribed
-
-
-def place(threads: int, cpus: range, host: str = "a") -> HostShare:
-    return HostShare(host, threads, frozenset(cpus))
-
-
-@pytest.mark.parametrize(
-    ("places", "warned"),
-    [
-        ([place(1, range(2))] * 2, []),
-        ([place(2, range(2))] * 2, [0]),
-        ([place(2, range(2)), place(2, range(2, 4))], []),  # pinned apart
-        ([place(8, range(8)), place(8, range(8), "b")], []),  # one rank a host
-        ([place(1, range(1)), *[place(3, range(4), "b")] * 2], [1]),
-        ([place(9, range(1))], []),  # alone: the user's own business
-    ],
-)
-def test_the_first_rank_of_a_crowded_host_warns(places: list[HostShare], warned: list[int]) -> None:
-    for rank in range(len(places)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            warn_if_oversubscribed(places, rank)
-        assert bool(caught) == (rank in warned), rank
-
-
-@on_ranks(2)
-def test_dedicate_params_warns_on_one_rank(rank: int, world: int) -> None:
-    cpus = len(os.sched_getaffinity(0))
-    for threads in {cpus, 1}:
-        torch.set_num_threads(threads)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            dmuon.dedicate_params(build(), init_device_mesh("cpu", (world,)), costs="flops")
-        said = [str(w.message) for w in caught if "threads" in str(w.message)]
-        assert len(said) == (rank == 0 and threads == cpus)
-        assert all(f"{2 * cpus} threads on {cpus} CPUs" in text for text in said)
+from dmuon.platform.host import let_threads_rest
 
 
 @pytest.mark.pitfall("P68")

@@ -383,7 +383,7 @@ def check_rest(run: Run, filled: int | None = None) -> None:
         for entry in runtime.matrices():
             held = {id(module._parameters[name]) for module, name in entry.sites}
             assert held == {id(entry.rest)}, f"{entry.fqn}: a module does not hold its resting form"
-            assert entry.waiting_grad is None, f"{entry.fqn} has an unreduced gradient"
+            assert entry.full.grad is None, f"{entry.fqn} has an unreduced gradient"
         allowed = run.mode.comm.prefetch if filled is None else filled
         holding = [b.name for b in runtime.buffers if b.buffer_nbytes and not b.keep]
         assert len(holding) <= allowed, f"blocks {holding} hold whole weights at rest"

@@ -36,6 +36,7 @@ from dmuon.kernels import (
     PRESETS,
     QUINTICS,
     Iteration,
+    Square,
     Squares,
     Storage,
     Variant,
@@ -92,6 +93,14 @@ class TileArithmetic(SplitArithmetic):
         self, a: Tensor, b: Tensor, c: Tensor | None = None, *, b_symmetric: bool = True, **options: Any
     ) -> Tensor:
         return super().symmetric(a, b.mT if b_symmetric else b, c, **options)
+
+    def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+        """Sums and product are rounded together, once."""
+        total = torch.zeros_like(s)
+        for addend, factor in zip(stored, square.addends, strict=False):
+            total.add_(addend, alpha=factor)
+        total.diagonal(dim1=-2, dim2=-1).add_(square.identity)
+        return self.symmetric(s, s, total, alpha=square.square, out=total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .coefficients import Square
 from .device import HALF, carrier_dtype, full_precision, kernels_of
-from .symmetric_cpu import split_product, split_sum
+from .symmetric_cpu import split_product
 from .variant import Backend, Products, Variant, products_on, require_backend
 
 
@@ -164,14 +164,6 @@ class SplitArithmetic(Arithmetic):
             return self.round_(split_product(a, b, c, alpha=alpha, beta=beta, out=result))
         for i, (left, right, row) in enumerate(zip(a, b, result, strict=True)):
             split_product(left, right, None if c is None else c[i], alpha=alpha, beta=beta, out=row)
-        return self.round_(result)
-
-    def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
-        result = torch.empty_like(s) if out is None else out
-        matrices = zip(s, result, strict=True) if s.ndim == 3 else ((s, result),)
-        for i, (matrix, row) in enumerate(matrices):
-            addends = [x[i] if x.ndim == 3 else x for x, _ in zip(stored, square.addends, strict=False)]
-            split_sum(matrix, addends, square.addends, alpha=square.square, identity=square.identity, out=row)
         return self.round_(result)
 
 

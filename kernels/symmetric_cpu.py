@@ -7,7 +7,6 @@ diagonal, so that the BLAS still sees large products.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -56,32 +55,6 @@ def split_product(
             block.addmm_(rows, columns, alpha=alpha, beta=0.0 if c is None else beta)
         else:
             torch.addmm(c[start:stop, :stop], rows, columns, alpha=alpha, beta=beta, out=block)  # type: ignore[index]
-    _mirror(out)
-    return out
-
-
-@torch.no_grad()
-def split_sum(
-    s: Tensor,  # (m, m)
-    addends: Sequence[Tensor],  # each (m, m)
-    betas: Sequence[float],
-    *,
-    alpha: float,
-    identity: float,
-    out: Tensor,  # (m, m)
-) -> Tensor:  # (m, m)
-    """``alpha · s² + Σ betas[i] · addends[i] + identity · I`` of symmetric matrices, one at least added, as above.
-
-    What is added to a block of rows is added while it is in the cache. ``out`` may be an addend, but not overlap ``s``.
-    """
-    order = sorted(zip(addends, betas, strict=True), key=lambda addend: addend[0].data_ptr() != out.data_ptr())
-    (first, beta), *others = order  # the addend in ``out`` is overwritten by the product
-    for start, stop in itertools.pairwise(_block_edges(len(s))):
-        block = out[start:stop, :stop]
-        torch.addmm(first[start:stop, :stop], s[start:stop], s[:, :stop], alpha=alpha, beta=beta, out=block)
-        for addend, factor in others:
-            block.add_(addend[start:stop, :stop], alpha=factor)
-    out.diagonal().add_(identity)
     _mirror(out)
     return out
 

@@ -147,7 +147,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
         ValueError: the model was not dedicated.
     """
     for dedication in require_dedicated(model):
-        dedication.runtime.sync = requires_gradient_sync
+        dedication.runtime.require(sync=requires_gradient_sync)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
@@ -164,7 +164,7 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
         ValueError: the model was not dedicated.
     """
     for dedication in require_dedicated(model):
-        dedication.runtime.all_reduce = requires_all_reduce
+        dedication.runtime.require(all_reduce=requires_all_reduce)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_all_reduce(requires_all_reduce, recurse=False)

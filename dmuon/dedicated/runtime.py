@@ -70,8 +70,7 @@ class Runtime:
         buffers: in the order of the model.
         generation: version of the masters, see [Note: what a generation is].
         plan: who owns what, in batches of what size.
-        sync: backward reduces gradients; otherwise they accumulate where they arise.
-        all_reduce: backward may reduce gradients across replicas; where there are any, it reduces none otherwise.
+        reduces: backward brings gradients to their owners; otherwise they accumulate where they arise.
         members: of this model, in some optimizer.
         by_rest: the matrices, by the ``id`` of their resting forms.
         backwards: that have come to a block and not ended yet.
@@ -91,8 +90,7 @@ class Runtime:
         self.comm = comm
         self.plan = plan
         self.generation = 0
-        self.sync = True
-        self.all_reduce = True
+        self._sync = self._all_reduce = self.reduces = True
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.strangers: tuple[GlobalRank, ...] = ()
         self.was_entered = False
@@ -165,6 +163,12 @@ class Runtime:
         buffer = self._buffer_of.get(id(param))
         if buffer is not None and buffer.gradients is GradState.WAITING:
             self.by_rest[id(param)].full.grad = None
+
+    def require(self, *, sync: bool | None = None, all_reduce: bool | None = None) -> None:
+        """Let backward synchronize, and reduce across replicas too, or not: no gradient goes half of the way."""
+        self._sync = self._sync if sync is None else sync
+        self._all_reduce = self._all_reduce if all_reduce is None else all_reduce
+        self.reduces = self._sync and (self._all_reduce or self.comm.column is None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Hooks hold the runtime, so copying or pickling a model meets it before its parameters.
@@ -404,12 +408,7 @@ class Runtime:
         if backward is not None and backward not in self.backwards:
             self.backwards.add(backward)
             on_backward_end(partial(self._root_post_backward, backward))
-        return self._reduces
-
-    @property
-    def _reduces(self) -> bool:
-        """Whether a backward brings gradients to their owners. Half of the way none goes."""
-        return self.sync and (self.all_reduce or self.comm.column is None)
+        return self.reduces
 
     def _post_backward(self, block: Block) -> None:
         if block.phase is not Phase.BACKWARD:
@@ -428,7 +427,7 @@ class Runtime:
             self._reshard(block, before if before is not None and before.name in before.buffer.awaited else None)
         block.backward, block.calls = None, 0
         buffer.awaited.discard(block.name)
-        if not self._reduces:
+        if not self.reduces:
             if buffer.gradients is GradState.NONE:
                 buffer.gradients = GradState.WAITING
             return
@@ -441,16 +440,15 @@ class Runtime:
         for block in self.blocks:
             if block.backward == backward:
                 self._end_block(block)
-        reduces = self._reduces
         for buffer in self.buffers:
             # Either a block of it did not run, or a backward before this one has left something.
-            if buffer.gradients is GradState.READY or (reduces and buffer.gradients is GradState.WAITING):
+            if buffer.gradients is GradState.READY or (self.reduces and buffer.gradients is GradState.WAITING):
                 self.gradients.reduce(buffer)
             # Or it was prefetched, and nothing came.
             is_idle = buffer.state is not BufferState.FREED and not (buffer.keep or buffer.users)
             if is_idle and self.backwards == {backward}:
                 buffer.free()
-        if reduces:
+        if self.reduces:
             self.gradients.finish()
         self.backwards.discard(backward)  # last: after an exception above there is something to recover from
 

@@ -212,7 +212,7 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
         block.summon(of_block)
     try:
         yield
-        present = [(block.buffer.comm, matrix) for block in blocks for matrix in block.matrices if any(matrix.sites)]
+        present = [(block.buffer.comm, matrix) for block in blocks for matrix in block.matrices]
         edited = [(comm, matrix, _edited(matrix)) for comm, matrix in present]
     finally:
         for block in blocks:
@@ -229,8 +229,8 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
 
 def _edited(matrix: OwnedMatrix) -> nn.Parameter:
     """What the module holds now: the parameter that was put there, or one that the user put in its place."""
-    module, name = next(matrix.sites)
-    param = module._parameters[name]
+    held, name = matrix.places[0]
+    param: nn.Parameter | None = held[name]
     if param is None or param.shape != matrix.shape:
         replacement = "nothing" if param is None else f"shape {tuple(param.shape)}"
         raise RuntimeError(
@@ -447,7 +447,7 @@ class Dedicated(Residency):
             return momentum  # what the master holds
         if type(momentum) is OwnedTensor and not lies_as(momentum, matrix.rest):  # shown of another matrix
             for source in self._runtime.matrices():
-                if momentum.fqn == f"{source.fqn}.{MOMENTUM}" and momentum.owners == source.owners:
+                if momentum.fqn == f"{source.fqn}.{MOMENTUM}" and momentum.owners == source.rest.owners:
                     momentum = state_of(local_tensor(momentum), source, momentum.fqn)
                     break
         return own_part(momentum, matrix)

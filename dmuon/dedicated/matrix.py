@@ -19,8 +19,7 @@ them the modules hold (``Block``) and whether the slot has memory (``OwnedBuffer
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -180,15 +179,6 @@ class OwnedMatrix:
     places: Sequence[tuple[dict[str, Any], str]]
     tensor: TensorSharding | None = None
     empty_grad: OwnedTensor | None = None
-    _sites: Sequence[tuple[weakref.ref[nn.Module], str]] = ()
-
-    @property
-    def sites(self) -> Iterator[tuple[nn.Module, str]]:
-        """Every ``(module, attribute)`` that holds it and is left."""
-        for reference, name in self._sites:
-            module = reference()
-            if module is not None:
-                yield module, name
 
     @property
     def local_shape(self) -> torch.Size:
@@ -199,16 +189,6 @@ class OwnedMatrix:
     def is_split(self) -> bool:
         """Whether it is made of several matrices, or of one that is stored otherwise."""
         return not self.parts[0].is_whole
-
-    @property
-    def owners(self) -> tuple[Position, ...]:
-        """Of each part, its position among the data-parallel ranks."""
-        return tuple(part.owner for part in self.parts)
-
-    @property
-    def owner(self) -> Position:
-        """Of the first part."""
-        return self.parts[0].owner
 
     def pieces(self, local: Tensor) -> list[tuple[Part, Tensor]]:
         """The matrices that this rank owns, in ``local``, which is shaped as the master: views, ``local_shape``."""
@@ -280,10 +260,7 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
     full = whole_parameter(filled, rest)
     mine = weight.owned_at(comm.position)
     places = [(module._parameters, name) for module, name in weight.sites]
-    sites = [(weakref.ref(module), name) for module, name in weight.sites]
-    matrix = OwnedMatrix(
-        weight.fqn, param.shape, weight.parts, mine, rest, full, local_tensor(rest), places, sharding, _sites=sites
-    )
+    matrix = OwnedMatrix(weight.fqn, param.shape, weight.parts, mine, rest, full, local_tensor(rest), places, sharding)
     for held, name in places:
         held[name] = rest
     move_hooks(param, rest)

@@ -34,9 +34,10 @@ def hook_state_dicts(roots: Sequence[nn.Module], runtime: Runtime) -> None:
     The first needs no other rank. The second is collective: call it on all ranks.
     """
     by_module: WeakKeyDictionary[nn.Module, _Matrices] = WeakKeyDictionary()  # modules own their hooks
-    for matrix in runtime.matrices():
-        for module, name in matrix.sites:
-            by_module.setdefault(module, {})[name] = matrix
+    for module in nn.ModuleList(roots).modules():
+        held = module._parameters.items()
+        if owned := {name: runtime.by_rest[id(param)] for name, param in held if id(param) in runtime.by_rest}:
+            by_module[module] = owned
     saving, loading = _Saving(runtime), _Loading(runtime, by_module)
     for root in roots:
         root.register_state_dict_pre_hook(saving.begin)

@@ -331,7 +331,7 @@ def out_of_memory(rank: int, world: int, layout: str, where: str) -> None:
         return start(lane, what, exhausted if armed and lane in armed and "blocks.1" in what else launch)
 
     monitor.start = guarded
-    gradients.finish = lambda *, settle: exhausted() if "end of backward" in armed else finish(settle=settle)
+    gradients.finish = lambda: exhausted() if "end of backward" in armed else finish()
     for step in range(4):
         optimizer.zero_grad()
         if step == FAULT_STEP:

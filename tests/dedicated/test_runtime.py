@@ -84,7 +84,7 @@ def run_placement(rank: int, world: int, keep: bool) -> dict[str, Any]:
         for entry in runtime.matrices():
             assert entry.full.grad is None
             grad = entry.rest.grad
-            assert local_tensor(grad).shape == (entry.shape if entry.owner == rank else (0, entry.shape[1]))
+            assert local_tensor(grad).shape == (entry.shape if entry.rest.owner == rank else (0, entry.shape[1]))
         optimizer.step()
         check(len(runtime.buffers) if keep else 1)  # published: prefetch depth 1
         with torch.no_grad():

@@ -209,7 +209,7 @@ def test_unseen_gradients_accumulate_and_wait_as_others_do(rank: int, world: int
         loss_of(model, *laid.mine(batch(0))).backward()
     loss_of(model, *laid.mine(batch(1))).backward()
     for matrix in dedications(model)[0].runtime.matrices():
-        if matrix.fqn in expected and matrix.owner == rank:
+        if matrix.fqn in expected and matrix.rest.owner == rank:
             found = local_tensor(matrix.rest.grad)
             torch.testing.assert_close(found, expected[matrix.fqn], rtol=1e-5, atol=1e-7)
 

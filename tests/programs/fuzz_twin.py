@@ -381,7 +381,7 @@ def check_rest(run: Run, filled: int | None = None) -> None:
         for block in runtime.blocks:
             assert block.phase.name == "REST", f"{block.name} is {block.phase.name}"
         for entry in runtime.matrices():
-            held = {id(module._parameters[name]) for module, name in entry.sites}
+            held = {id(held[name]) for held, name in entry.places}
             assert held == {id(entry.rest)}, f"{entry.fqn}: a module does not hold its resting form"
             assert entry.full.grad is None, f"{entry.fqn} has an unreduced gradient"
         allowed = run.mode.comm.prefetch if filled is None else filled

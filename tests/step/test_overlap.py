@@ -181,7 +181,7 @@ def test_first_blocks_run_while_late_owners_still_compute(rank: int, world: int)
     plan = replace(plan, chunks=dict.fromkeys(plan.chunks, 1), variants={})
     laid = lay("1d-two-lines", build(), plan=plan, costs=None)
     matrices = dedications(laid.model)[0].runtime.matrices()
-    late = {id(e.rest) for e in matrices if e.fqn.startswith("blocks.2") and e.owner == 1}
+    late = {id(e.rest) for e in matrices if e.fqn.startswith("blocks.2") and e.rest.owner == 1}
     assert late
     optimizer = dmuon.Muon(laid.model, **OPTIONS)
     original = rounds.orthogonalize

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -326,17 +326,12 @@ def owned_tensor(
     *,
     fqn: str,
     owners: tuple[Position, ...],
-    placements: Sequence[Placement] | None = None,
-    keeper: Keeper | None = None,
+    placements: Sequence[Placement],
 ) -> OwnedTensor:
-    """Wrap ``local``, what this rank owns, and share its storage.
-
-    Args:
-        placements: one for each dimension of ``mesh``; ``None`` is ``Shard(0)`` on all of them.
-    """
-    spec = owned_spec(mesh, placements or (Shard(0),) * mesh.ndim, shape, local.dtype)
+    """Wrap ``local``, what this rank owns, and share its storage."""
+    spec = owned_spec(mesh, placements, shape, local.dtype)
     tensor: OwnedTensor = OwnedTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    tensor.fqn, tensor.owners, tensor.keeper = fqn, owners, keeper
+    tensor.fqn, tensor.owners = fqn, owners
     return tensor
 
 

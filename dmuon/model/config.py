@@ -22,10 +22,10 @@ from dmuon.platform.options import is_integer
 def read_model(path: str | Path) -> list[MatrixShape]:
     """List every matrix inside the blocks of a model: what Muon owns by default, so no embeddings and no output head.
 
-    A Hugging Face ``config.json`` is built by ``transformers`` on the meta device, so that names and parts are those of
-    dedication; a field that is missing has its default there. ``towers`` (a list of transformer stacks under
-    ``"towers"``) is read without it. Experts are one matrix per expert and projection, and fused tensors are listed
-    part by part.
+    Reads Hugging Face ``config.json`` files of the model types llama, mistral, qwen2, qwen3 and gpt2, and ``towers`` (a
+    list of transformer stacks under ``"towers"``), with the names and parts that dedication gives to the matrices of
+    these models as ``transformers`` 5 builds them. Other model types are built by ``transformers`` on the meta device,
+    where it is installed. Experts are one matrix per expert and projection, and fused tensors are listed part by part.
 
     Args:
         path: the file, or a folder that holds it as ``config.json``.
@@ -40,16 +40,24 @@ def read_model(path: str | Path) -> list[MatrixShape]:
 def matrices_of(config: ModelConfig) -> list[MatrixShape]:
     """The matrices of :func:`read_model`, of a file that is read already."""
     kind = config.data.get("model_type")
+    names = ", ".join(sorted((*_DECODERS, "gpt2", "towers")))
     if not isinstance(kind, str):
-        raise ValueError(f"{config.path}: field 'model_type' is {kind!r}; use towers, or what transformers knows")
+        raise ValueError(f"{config.path}: field 'model_type' is {kind!r}; use one of {names}")
     if kind == "towers":
         return list(_towers(config))
+    if kind == "gpt2":
+        hidden = config.integer("n_embd")
+        sizes = {"hidden": hidden, "inner": config.integer("n_inner", 4 * hidden)}
+        return list(_stack("transformer.h", config.integer("n_layer"), sizes, _GPT2))
+    if kind in _DECODERS:
+        sizes = _sizes(config)
+        return list(_stack("model.layers", config.integer("num_hidden_layers"), sizes, _ATTENTION + _GATED))
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise ValueError(
-            f"{config.path}: field 'model_type' is {kind!r}, which transformers builds: pip install transformers, or "
-            "time its shapes with dmuon-profile --shapes"
+            f"{config.path}: field 'model_type' is {kind!r}; use one of {names}, install transformers, which knows "
+            "others, or time its shapes with dmuon-profile --shapes"
         ) from None
     return read_with_transformers(transformers, config.path, config.data)
 
@@ -135,7 +143,9 @@ def expert_count(config: ModelConfig) -> int:
     return config.integer(next((name for name in _EXPERT_COUNTS if config.data.get(name) is not None), "num_experts"))
 
 
-# -- towers, which are read without transformers ----------------------------------------------------------------------
+# -- model types that are read without transformers ------------------------------------------------------------------
+
+_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 
 # The matrices of one block: name, rows and columns, by the names of ``_sizes``.
 _Table: TypeAlias = tuple[tuple[str, str, str], ...]
@@ -151,6 +161,20 @@ _GATED: _Table = (
     ("mlp.down_proj.weight", "hidden", "inner"),
 )
 _PLAIN: _Table = (("mlp.fc1.weight", "inner", "hidden"), ("mlp.fc2.weight", "hidden", "inner"))
+_GPT2: _Table = (  # as Conv1D stores them: (in, out)
+    *((f"attn.c_attn.weight[{part}]", "hidden", "hidden") for part in range(3)),
+    ("attn.c_proj.weight", "hidden", "hidden"),
+    ("mlp.c_fc.weight", "hidden", "inner"),
+    ("mlp.c_proj.weight", "inner", "hidden"),
+)
+
+
+def _stack(name: str, layers: int, sizes: Mapping[str, int], table: _Table) -> Iterator[MatrixShape]:
+    """The matrices of ``layers`` alike blocks."""
+    for layer in range(layers):
+        block = f"{name}.{layer}"
+        for matrix, rows, cols in table:
+            yield MatrixShape(f"{block}.{matrix}", sizes[rows], sizes[cols], block)
 
 
 def _towers(config: ModelConfig) -> Iterator[MatrixShape]:
@@ -160,11 +184,8 @@ def _towers(config: ModelConfig) -> Iterator[MatrixShape]:
         if name in names:
             raise ValueError(f"{config.path}: field '{tower.prefix}name' repeats {name!r}; name each tower once")
         names.add(name)
-        sizes, table = _sizes(tower), _ATTENTION + (_GATED if tower.flag("gated_mlp") else _PLAIN)
-        for layer in range(tower.integer("num_hidden_layers")):
-            block = f"{name}.layers.{layer}"
-            for matrix, rows, cols in table:
-                yield MatrixShape(f"{block}.{matrix}", sizes[rows], sizes[cols], block)
+        table = _ATTENTION + (_GATED if tower.flag("gated_mlp") else _PLAIN)
+        yield from _stack(f"{name}.layers", tower.integer("num_hidden_layers"), _sizes(tower), table)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:

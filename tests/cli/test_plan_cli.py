@@ -185,7 +185,7 @@ def test_bad_arguments_end_with_status_2_and_write_nothing(
 def test_bad_files_end_with_status_2_and_nothing_is_written(tmp_path: Path, ended: Callable[..., Any]) -> None:
     bad, target, nowhere = written(tmp_path, {**CONFIG, "hidden_size": None}), tmp_path / "plan.json", tmp_path / "no"
     for model, out, says in (
-        (bad, target, f"{bad}: transformers"),
+        (bad, target, f"{bad}: field 'hidden_size' is None; set it to an integer"),
         (tmp_path / "none.json", target, "none.json"),
         (bad, nowhere / "plan.json", f"no such folder {nowhere}; create it"),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ MOE = QWEN_MOE | {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": 8, "num_experts_per_tok": 2,
     "vocab_size": 10, "tie_word_embeddings": False,
 }  # fmt: skip
+BY_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers reads this model type")
 PROGRAMS = ("dedicated ", "dedicated keep", "exchanged", "gather", "adamw")
 FREE = [f"{link}_{what}" for link in ("intra", "inter") for what in ("latency_s=1e-30", "bandwidth=1e30")]
 FIGURES = (
@@ -67,7 +69,7 @@ PAIRS = 2 * (3 * 3) * 4 * 8 / 2  # two sequences of three; scores and values, fo
     [
         (SMALL_LLAMA, 2 * (12 * (ATTENTION + FEED_FORWARD) + PAIRS) + 12 * 10 * 8),
         # The router, and two of eight experts.
-        (MOE, 12 * (ATTENTION + 8 * 8 + 2 * 3 * 4 * 8) + PAIRS + 12 * 10 * 8),
+        pytest.param(MOE, 12 * (ATTENTION + 8 * 8 + 2 * 3 * 4 * 8) + PAIRS + 12 * 10 * 8, marks=BY_TRANSFORMERS),
     ],
 )
 def test_forward_and_backward_by_hand(plan: Callable[..., Any], config: dict[str, Any], forward: float) -> None:
@@ -132,7 +134,10 @@ def test_an_impossible_figure_is_refused_by_its_name(plan: Callable[..., Any], f
         (SMALL_LLAMA, ["--tokens", 7, "--sequence", 3], "tokens=7 must be a multiple of sequence=3"),
         *((SMALL_LLAMA | {"vocab_size": bad}, [], "field 'vocab_size' is") for bad in (0, "many")),
         (SMALL_LLAMA | {"tie_word_embeddings": 1}, [], "field 'tie_word_embeddings' is"),
-        *((MOE | {"num_experts_per_tok": bad}, [], "field 'num_experts_per_tok'") for bad in (None, 0, 9, True)),
+        *(
+            pytest.param(MOE | {"num_experts_per_tok": bad}, [], "num_experts_per_tok", marks=BY_TRANSFORMERS)
+            for bad in (None, 0, 9, True)
+        ),
     ],
 )
 def test_what_nothing_can_be_predicted_from_is_named(

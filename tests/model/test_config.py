@@ -46,6 +46,7 @@ def test_gpt2_lists_fused_qkv_as_three_squares(tmp_path: Path) -> None:
 
 
 def test_qwen_moe_counts_experts_and_routers_as_matrices(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     matrices = read(tmp_path, QWEN_MOE)
     outside = 2 * 151936 * 2048 + 48 * (2 * 2048 + 2 * 128) + 2048
     assert elements(matrices) + outside == 30_532_122_624
@@ -57,6 +58,7 @@ def test_qwen_moe_counts_experts_and_routers_as_matrices(tmp_path: Path) -> None
 
 
 def test_deepseek_has_671_billion_parameters_with_dense_first_layers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     matrices = read(tmp_path, DEEPSEEK)
     assert elements(matrices) + 2 * 129280 * 7168 == pytest.approx(671.0e9, rel=1e-3)
     per_block = Counter(m.block for m in matrices)
@@ -70,6 +72,13 @@ def test_towers_hold_plain_and_gated_blocks(tmp_path: Path) -> None:
     assert Counter(m.block for m in matrices)["vision.layers.0"] == 6
     assert Counter(m.block for m in matrices)["text.layers.0"] == 7
     assert {(m.rows, m.cols) for m in matrices if m.name.startswith("text") and "k_proj" in m.name} == {(64, 768)}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_names_are_unique_and_begin_with_their_block(tmp_path: Path, kind: str) -> None:
+    matrices = read(tmp_path, {**LLAMA_8B, "model_type": kind})
+    assert len({m.name for m in matrices}) == len(matrices) == 7 * 32
+    assert all(m.name.startswith(f"{m.block}.") for m in matrices)
 
 
 UNKNOWN = [
@@ -101,13 +110,14 @@ def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, conf
     ("config", "says"),
     [
         ([1], "holds list, not an object"),
-        ({}, "config.json: field 'model_type' is None; use towers, or what transformers knows"),
-        (LLAMA_8B, "'llama', which transformers builds: pip install transformers, .* dmuon-profile --shapes"),
+        ({}, r"config.json: field 'model_type' is None; use one of gpt2, llama"),
+        ({**LLAMA_8B, "model_type": "mamba"}, "'mamba'; use one of .*install transformers, .* dmuon-profile --shapes"),
         ({**LLAMA_8B, "model_type": ["llama"]}, "'model_type' is"),
-        (towers({**TOWER, "hidden_size": "4096"}), r"'towers\[0\].hidden_size' is '4096'; set it to an integer"),
-        (towers({**TOWER, "num_hidden_layers": 0}), r"num_hidden_layers' is 0; set it to at least 1"),
-        (towers({**TOWER, "intermediate_size": True}), "intermediate_size' is True"),
-        (towers({**TOWER, "num_attention_heads": 3000}), r"num_attention_heads' is 3000; set it to a divisor of"),
+        ({"model_type": "llama"}, "field 'hidden_size' is missing; set it to an integer"),
+        ({**LLAMA_8B, "hidden_size": "4096"}, "field 'hidden_size' is '4096'; set it to an integer"),
+        ({**LLAMA_8B, "num_hidden_layers": 0}, "field 'num_hidden_layers' is 0; set it to at least 1"),
+        ({**LLAMA_8B, "intermediate_size": True}, "'intermediate_size' is True"),
+        ({**LLAMA_8B, "num_attention_heads": 3000}, "field 'num_attention_heads' is 3000; set it to a divisor of 4096"),
         (towers(), r"'towers' is \[\]; set it to a non-empty list of objects"),
         (towers({}), r"'towers\[0\].name' is missing"),
         (towers(TOWER, TOWER), r"'towers\[1\].name' repeats 'vision'"),

@@ -1,4 +1,4 @@
-"""Models that ``transformers`` builds: what Muon would own of them, without memory, code or downloads."""
+"""Models that only ``transformers`` knows: what Muon would own of them, without memory, code or downloads."""
 
 from __future__ import annotations
 
@@ -144,6 +144,18 @@ def test_what_transformers_or_muon_cannot_take_is_refused_by_file(
     with pytest.raises(ValueError, match=says) as caught:
         read_model(path)
     assert str(caught.value).startswith(f"{path}: ") and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_transformers_agrees_with_our_own_reading(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = written(tmp_path, SIZES | {"model_type": kind})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**SIZES | {"model_type": kind})
+        )
+    named = {n: p.shape for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n}
+    assert {m.name: (m.rows, m.cols) for m in read_model(path)} == named
 
 
 @pytest.mark.parametrize(("kind", "count"), [("gemma2", 14), ("phi", 12), ("olmo2", 14), ("olmoe", 10 + 2 * 3 * 64)])

@@ -53,13 +53,9 @@ def is_dense(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def describe(value: Any, param: Tensor, meshes: MutableMapping[int, bool]) -> str | None:
-    """What kind of value a rank has for ``param``, comparable across ranks; None if it cannot be loaded.
-
-    Args:
-        meshes: what was found of the meshes of other values, for :func:`is_of_another_rank`.
-    """
-    if not is_dense(value) or value.shape != param.shape or is_of_another_rank(value, meshes):
+def describe(value: Any, param: Tensor) -> str | None:
+    """What kind of value a rank has for ``param``, comparable across ranks; None if it cannot be loaded."""
+    if not is_dense(value) or value.shape != param.shape or is_of_another_rank(value):
         return None
     if isinstance(value, OwnedTensor) and isinstance(param, OwnedTensor):
         if lies_as(value, param):
@@ -116,7 +112,6 @@ class _Loading:
         self.runtime = runtime
         self.by_module = by_module
         self._errors: list[str] | None = None  # in which torch collects faults of the call that was compared
-        self._meshes: dict[int, bool] = {}  # for describe(), of the same call
         self._too_many: list[str] = []  # keys that some ranks got for nothing in the model
 
     def begin(
@@ -135,8 +130,7 @@ class _Loading:
                     owned[key] = matrices[name]
                 else:
                     others[key] = tensor
-        self._meshes = {}
-        self._too_many = self._compare(state_dict, owned, others, metadata, self._meshes, prefix)
+        self._too_many = self._compare(state_dict, owned, others, metadata, prefix)
         self._errors = further[-1]
 
     def convert(
@@ -151,14 +145,13 @@ class _Loading:
         """Replace each value by what the owner has of it."""
         keys = {prefix + name: matrix for name, matrix in _resting(module, matrices).items()}
         errors: list[str] = further[-1]
-        meshes = self._meshes if self._errors is errors else {}
         if keys and self._errors is not errors:
-            self._compare(state_dict, keys, {}, metadata, meshes)
+            self._compare(state_dict, keys, {}, metadata)
         for key, matrix in keys.items():
             if key not in state_dict:
                 continue
             value = state_dict[key]
-            if describe(value, matrix.rest, meshes) is None:
+            if describe(value, matrix.rest) is None:
                 errors.append(f"{key}: {_unfit(self.runtime.comm.topology.ranks[0], matrix)}")
                 del state_dict[key]
                 continue
@@ -171,7 +164,7 @@ class _Loading:
         """Tell torch what other ranks have too many, which is a fault of a strict load alone."""
         keys = incompatible.unexpected_keys
         keys.extend(key for key in self._too_many if key not in keys)
-        self._errors, self._too_many, self._meshes = None, [], {}
+        self._errors, self._too_many = None, []
 
     def _compare(
         self,
@@ -179,7 +172,6 @@ class _Loading:
         owned: Mapping[str, OwnedMatrix],
         others: Mapping[str, Tensor | None],
         metadata: Mapping[str, Any],
-        meshes: MutableMapping[int, bool],
         prefix: str | None = None,
     ) -> list[str]:
         """Raise on all ranks if they got different kinds of values. Collective.
@@ -192,7 +184,7 @@ class _Loading:
             Keys that some ranks have too many.
         """
         error: Exception | None = None
-        told = {_NEEDED + key: _kind(state_dict, key, matrix.rest, meshes) for key, matrix in owned.items()}
+        told = {_NEEDED + key: _kind(state_dict, key, matrix.rest) for key, matrix in owned.items()}
         for key, tensor in others.items():  # of which ranks may have different ones: only what is wrong counts
             misfit = _misfit(state_dict, key, tensor)
             if misfit is not None:
@@ -231,10 +223,10 @@ def _saved_by(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
         yield "_extra_state", None
 
 
-def _kind(state_dict: Mapping[str, Any], key: str, param: Tensor, meshes: MutableMapping[int, bool]) -> str:
+def _kind(state_dict: Mapping[str, Any], key: str, param: Tensor) -> str:
     if key not in state_dict:
         return _ABSENT
-    return describe(state_dict[key], param, meshes) or _UNFIT
+    return describe(state_dict[key], param) or _UNFIT
 
 
 def _misfit(state_dict: Mapping[str, Any], key: str, tensor: Tensor | None) -> str | None:
@@ -270,17 +262,7 @@ def _unfit(rank: GlobalRank, matrix: OwnedMatrix) -> str:
     )
 
 
-def is_of_another_rank(value: Tensor, meshes: MutableMapping[int, bool]) -> bool:
-    """Whether a DTensor was pickled by another rank: it keeps where that lies in the mesh.
-
-    Args:
-        meshes: what was found of the meshes of other values, by ``id``; keep the values as long as this.
-    """
-    if not isinstance(value, DTensor):
-        return False
-    mesh = value.device_mesh
-    found = meshes.get(id(mesh))
-    if found is None:
-        own, here = (mesh.mesh == dist.get_rank()).nonzero().tolist(), mesh.get_coordinate()
-        found = meshes[id(mesh)] = len(own) == 1 and here is not None and list(here) != own[0]
-    return found
+def is_of_another_rank(value: Tensor) -> bool:
+    """Whether a DTensor was pickled by another rank: it keeps where that lies in the mesh."""
+    at = value.device_mesh.get_coordinate() if isinstance(value, DTensor) else None
+    return at is not None and isinstance(value, DTensor) and int(value.device_mesh.mesh[tuple(at)]) != dist.get_rank()

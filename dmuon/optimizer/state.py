@@ -265,11 +265,10 @@ class Momentum:
 
     def _require_loadable(self, fault: str | None, items: Sequence[_Item]) -> None:
         """Raise ValueError on all ranks for what any of them was given. Collective over those that share parameters."""
-        meshes: dict[int, bool] = {}
         kinds: dict[int, str | None] = {}
         groups = [group for residency in self._residencies for group in residency.loading_groups()]
         for number, item in enumerate(items):
-            kinds[number] = "absent" if item.value is None else describe(item.value, item.param, meshes)
+            kinds[number] = "absent" if item.value is None else describe(item.value, item.param)
             unfit = None if item.value is None else misfit(item.param, None, item.value)
             is_shared = any(id(item.param) in members for _, members in groups)
             if unfit is not None or kinds[number] is None:

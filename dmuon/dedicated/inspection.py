@@ -135,7 +135,8 @@ def check_mesh(mesh: DeviceMesh) -> Topology:
         )
     ranks = mesh.mesh.flatten().tolist()
     world = dist.get_world_size()
-    if mesh.get_coordinate() is None or any(not 0 <= r < world for r in ranks):
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or any(not 0 <= r < world for r in ranks):
         raise ValueError(
             f"mesh holds ranks {ranks}, which does not match the process group: this is rank {dist.get_rank()} of "
             f"{world}; build the mesh with init_device_mesh over the current process group"
@@ -145,7 +146,7 @@ def check_mesh(mesh: DeviceMesh) -> Topology:
             members = dist.get_process_group_ranks(mesh.get_group(dim))
         except RuntimeError as fault:
             raise ValueError(f"mesh: its process group is gone ({fault}); build it anew over the current one") from None
-        line = _line_through_this_rank(mesh, dim)
+        line = mesh.mesh.movedim(dim, -1)[tuple(at for i, at in enumerate(coordinate) if i != dim)].tolist()
         if members != sorted(line):
             raise ValueError(
                 f"mesh holds ranks {line}, but its process group now holds {members}; build the mesh anew over the "
@@ -157,16 +158,6 @@ def check_mesh(mesh: DeviceMesh) -> Topology:
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
     return topology_of(mesh)
-
-
-def _line_through_this_rank(mesh: DeviceMesh, dim: int) -> list[int]:
-    """The ranks along one dimension of the mesh, through this rank."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    index: list[int | slice] = list(coordinate)
-    index[dim] = slice(None)
-    line: list[int] = mesh.mesh[tuple(index)].tolist()
-    return line
 
 
 def checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
@@ -325,21 +316,13 @@ def tensor_mesh_of(routes: Sequence[Route]) -> DeviceMesh | None:
 def _check_optimizers(owned: dict[int, str]) -> None:
     """Raise for an optimizer that was built earlier: it would update tensors that the model no longer uses."""
 
-    def holder() -> tuple[str, str] | None:
-        for candidate in gc.get_objects():
-            if issubclass(type(candidate), torch.optim.Optimizer):
-                for group in getattr(candidate, "param_groups", ()):
-                    for param in group["params"]:
-                        if id(param) in owned:
-                            return type(candidate).__name__, owned[id(param)]
-        return None
-
-    if holder() is None:
-        return
     gc.collect()  # it may be one that nobody can reach any more
-    optimizer_and_parameter = holder()
-    if optimizer_and_parameter is not None:
-        optimizer, fqn = optimizer_and_parameter
-        raise ValueError(
-            f"optimizer {optimizer} already holds parameter {fqn!r}; build the optimizer after dedicate_params"
-        )
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.optim.Optimizer):
+            for group in getattr(candidate, "param_groups", ()):
+                for param in group["params"]:
+                    if id(param) in owned:
+                        raise ValueError(
+                            f"optimizer {type(candidate).__name__} already holds parameter {owned[id(param)]!r}; build "
+                            "the optimizer after dedicate_params"
+                        )

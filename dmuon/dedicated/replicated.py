@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from dmuon.comm.agreement import require_no_fault
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import Pending
+from dmuon.dedicated.block import Block
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.layout.parameters import ranks_of_mesh
@@ -90,18 +91,20 @@ class ManagedModules:
 
     Args:
         roots: by the prefix of the names of what each holds; ``""`` for a single one.
+        blocks: of them; what is left where nothing else is.
     """
 
-    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module], blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
         self._roots = {prefix: weakref.ref(root) for prefix, root in roots.items()}
         self._excluded = weakref.WeakSet(module for root in roots.values() for module in excluded_modules(root))
 
     def modules(self) -> Iterable[nn.Module]:
         """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
         found: dict[nn.Module, None] = {}
-        waiting: list[nn.Module | None] = []
-        for root in self._roots.values():
-            waiting.append(root())
+        waiting = [root() for root in self._roots.values()]
+        if waiting.count(None) == len(waiting):
+            waiting += [block.module for block in self._blocks]
         waiting.reverse()
         while waiting:
             module = waiting.pop()
@@ -112,8 +115,10 @@ class ManagedModules:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All that they hold."""
-        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
-        alive = {prefix: root for prefix, root in roots.items() if root is not None}
+        found = ((prefix.rstrip("."), root()) for prefix, root in self._roots.items())
+        alive = {prefix: root for prefix, root in found if root is not None}
+        if not alive:
+            alive = {str(i): block.module for i, block in enumerate(self._blocks) if block.module is not None}
         return own_parameters(alive[""] if "" in alive else nn.ModuleDict(alive), self._excluded)
 
 

@@ -95,7 +95,7 @@ class Runtime:
         self.strangers: tuple[GlobalRank, ...] = ()
         self.was_entered = False
         self.order = ExecutionOrder(self.blocks)
-        self.managed = ManagedModules(roots)
+        self.managed = ManagedModules(roots, self.blocks)
         self.gradients = Gradients(
             comm, list(self.matrices()), self.managed, weakref.WeakMethod(self._replicated_gradient_arrived)
         )

@@ -38,8 +38,6 @@ ASKS_FOR_THE_CPU = {
     "streams_of": "everybody else asks this one about order",
     "mesh_device": "which device it is",
     "_on_device_of": "which device it is",
-    "_connect": "ranks share the CPUs of a host",
-    "_planned": "ranks share the CPUs of a host",
     "Muon.step": "tensors lie in memory that the C library keeps",
     "_largest_piece": COMPUTES,
     "_usual_backend": COMPUTES,

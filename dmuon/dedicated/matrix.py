@@ -166,6 +166,7 @@ class OwnedMatrix:
         places: where modules find it: their dictionaries of parameters, and its name there. Not the modules: these own
             what dmuon knows of them, not the reverse.
         tensor: how tensor parallelism splits it; masters and buffers then hold this rank's part.
+        empty_grad: the gradient on ranks that own no part; one serves all steps.
     """
 
     fqn: str
@@ -177,6 +178,7 @@ class OwnedMatrix:
     master: Tensor
     places: Sequence[tuple[dict[str, Any], str]]
     tensor: TensorSharding | None = None
+    empty_grad: OwnedTensor | None = None
 
     @property
     def local_shape(self) -> torch.Size:
@@ -207,7 +209,12 @@ class OwnedMatrix:
         if before is not None:
             local_tensor(before).add_(local)
             return
-        REDUCED_GRAD.__set__(self.rest, owned_like(self.rest, local, f"{self.fqn}.grad"))
+        grad = self.empty_grad
+        if grad is None or self.mine:
+            grad = owned_like(self.rest, local, f"{self.fqn}.grad")
+        if not self.mine:
+            self.empty_grad = grad
+        REDUCED_GRAD.__set__(self.rest, grad)
 
     def set_hooked_grad(self, local: Tensor) -> None:
         """As :meth:`set_grad`, and run the hooks that the user has left on the resting form."""

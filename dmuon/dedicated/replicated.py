@@ -102,7 +102,9 @@ class ManagedModules:
     def modules(self) -> Iterable[nn.Module]:
         """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
         found: dict[nn.Module, None] = {}
-        waiting = [root() for root in self._roots.values()]
+        waiting: list[nn.Module | None] = []
+        for root in self._roots.values():
+            waiting.append(root())
         if waiting.count(None) == len(waiting):
             waiting += [block.module for block in self._blocks]
         waiting.reverse()

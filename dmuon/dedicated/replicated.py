@@ -95,9 +95,9 @@ class ManagedModules:
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], blocks: Sequence[Block]) -> None:
-        self._blocks = blocks
         self._roots = {prefix: weakref.ref(root) for prefix, root in roots.items()}
         self._excluded = weakref.WeakSet(module for root in roots.values() for module in excluded_modules(root))
+        self._blocks = blocks
 
     def modules(self) -> Iterable[nn.Module]:
         """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
@@ -117,8 +117,8 @@ class ManagedModules:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All that they hold."""
-        found = ((prefix.rstrip("."), root()) for prefix, root in self._roots.items())
-        alive = {prefix: root for prefix, root in found if root is not None}
+        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
+        alive = {prefix: root for prefix, root in roots.items() if root is not None}
         if not alive:
             alive = {str(i): block.module for i, block in enumerate(self._blocks) if block.module is not None}
         return own_parameters(alive[""] if "" in alive else nn.ModuleDict(alive), self._excluded)

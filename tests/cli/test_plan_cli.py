@@ -139,7 +139,7 @@ def test_experts_are_planned_on_their_own(tmp_path: Path, ended: Callable[..., A
 
 @pytest.mark.parametrize("device", ["h200", pytest.param("h100", marks=pytest.mark.slow), "a800"])
 def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
-    done = plan("--world", 32, "--nodes", 4, "--device", device, "--spread-cap", 1.5)
+    done = plan("--world", 32, "--nodes", 4, "--device", device)
     assert done.status == 0 and device.upper() in done.out
 
 
@@ -158,13 +158,12 @@ def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
         (["--world", "2", "--speed", "2=0.5"], "--speed: '2=0.5' names no rank below 2"),
         (["--world", "2", "--speed", "1=2,1=3"], "--speed: rank 1 is there twice"),
         (["--world", "2", "--memory-gib", "0.001"], "raise memory"),
-        (["--world", "2", "--spread-cap", "0.5"], "spread_cap must be None or a number from 1 to 1000000"),
         (["--world", "2", "--gap", "100"], "--gap: '100' is no percentage"),
         (["--world", "2", "--set", "nvlink=3"], "nvlink"),
         (["--world", "2", "--device", "h300"], "--device"),
         (["--world", "2", "--tokens", "1000", "--sequence", "4096"], "sequence"),
         (["--world", "2", "--method", "exact"], "--method"),
-        (["--world", "2", "--spread-cap", "auto"], "--spread-cap: 'auto' is no positive number"),
+        (["--world", "2", "--spread-cap", "1.5"], "--spread-cap: was removed; every block is spread"),
         (["--world", "2", "--pp", "2"], "--pp: was removed; plan one stage: a config.json of its layers"),
         (["--world", "2", "--micro-batches", "2"], "--micro-batches: was removed; plan one stage"),
         (["--world", "2", "--target", "5"], "--target: was removed; try other --tokens"),

@@ -53,6 +53,7 @@ _COMPARE = (*BASELINES, "milp")
 _STAGE = "plan one stage: a config.json of its layers, and --world of its ranks"
 _REMOVED = {  # and what to write instead
     "--backend": "the CBC that PuLP brings is the only solver, so leave it out",
+    "--spread-cap": "every block is spread as far as the makespan allows, so leave it out",
     "--pp": _STAGE,
     "--micro-batches": _STAGE,
     "--target": "try other --tokens, --replicate or --set, or --recommend",
@@ -164,9 +165,6 @@ def _parser() -> Parser:
     solve.add_argument("--gap", type=_percent, default=1.0, metavar="PERCENT", help="gap to prove (default: 1)")
     solve.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="for exact methods (default: 10)")
     solve.add_argument(
-        "--spread-cap", type=positive, metavar="X", help="most of a block on one rank, of the least possible"
-    )
-    solve.add_argument(
         "--byte-slack",
         type=_percent,
         default=1.0,
@@ -209,7 +207,6 @@ def _question(arguments: argparse.Namespace) -> _Question:
         method=arguments.method,
         gap_target=arguments.gap / 100,
         time_limit_s=arguments.time_limit,
-        spread_cap=arguments.spread_cap,
         byte_slack=arguments.byte_slack / 100,
     )
     ranks = _ranks(arguments, topology)
@@ -315,7 +312,7 @@ def _compare(question: _Question, result: Plan, names: Sequence[str]) -> str:
             else:
                 other = baseline(name, question.matrices, question.ranks, question.costs.table, result.bound_ns)
         except Infeasible:
-            lines.append(f"{name:<12} breaks the limits on memory or spread")
+            lines.append(f"{name:<12} breaks the limits on memory")
             continue
         line = f"{name:<12} {other.makespan_ns / 1e6:>12.3f} ms {other.makespan_ns / result.makespan_ns:>8.2f} "
         line += f"{other.gap:>7.2%} {other.makespan_ns * other.world / max(1, sum(other.loads_ns)):>9.2f}"

@@ -340,7 +340,7 @@ def plan_owners(
         pool = "" if number is None else f"experts {number * topology.ep // counts[stack(m)]}"
         pools.setdefault(pool, []).append(replace(m, pool=pool))
     owners: dict[str, int] = {}
-    loads, bounds, pool_ranks = [0] * len(ranks), [], {}
+    loads, bounds = [0] * len(ranks), []
     known: dict[object, Plan] = {}
     for pool, members in pools.items():
         part = None if pool == "" else int(pool.split()[1])
@@ -355,7 +355,6 @@ def plan_owners(
         for rank, load in zip(able, solved.loads_ns, strict=True):
             loads[rank.index] += load
         bounds.append(solved.bound_ns)
-        pool_ranks[pool] = len(able)
     ordered = tuple(sorted((m for members in pools.values() for m in members), key=lambda m: m.name))
     return Plan(
         owners={m.name: owners[m.name] for m in ordered},
@@ -365,5 +364,4 @@ def plan_owners(
         stage="+".join(sorted({solved.stage for solved in known.values()})),
         reason=f"{len(pools)} pools, each planned over its own ranks",
         estimated=tuple(shape for shape in costs.estimated if shape in {m.shape for m in ordered}),
-        pool_ranks=pool_ranks,
     )

@@ -8,6 +8,7 @@ nothing. This file is also its program.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import pickle
@@ -50,6 +51,8 @@ def run_search(question: object, seconds: float) -> tuple[Any, str]:
     Raises:
         SolverFailed: there is no child, or no answer that can be read.
     """
+    if importlib.util.find_spec("pulp") is None:
+        raise SolverFailed("PuLP cannot be imported; install pulp>=3.3,<4")
     try:
         folder = tempfile.TemporaryDirectory(prefix="dmuon-milp-", ignore_cleanup_errors=True)
     except OSError as error:

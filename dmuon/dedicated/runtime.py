@@ -91,6 +91,7 @@ class Runtime:
         self.buffers = list(dict.fromkeys(block.buffer for block in self.blocks))
         self.comm = comm
         self.plan = plan
+        self.ns_options: Mapping[str, Any] = {}  # that the optimizer takes from here
         self.generation = 0
         self.sync = True
         self.all_reduce = True

@@ -382,15 +382,9 @@ def time_text(ns: float | None) -> str:
 
 
 def ranks_text(owners: Iterable[GlobalRank | None]) -> str:
-    """Who owns how many of several matrices; a rank alone is just itself."""
-    counts = Counter(owner for owner in owners if owner is not None)
-    if len(counts) < 2:
-        return "".join(map(str, counts))
-    by_count: dict[int, list[GlobalRank]] = {}
-    for rank, count in sorted(counts.items()):
-        by_count.setdefault(count, []).append(rank)
-    parts = [f"{spans_text(ranks)}: {count} each" for count, ranks in sorted(by_count.items(), reverse=True)]
-    return ", ".join(parts[:_MOST_PARTS]) + (", …" if parts[_MOST_PARTS:] else "")
+    """Who owns some of several matrices."""
+    known = sorted({owner for owner in owners if owner is not None})
+    return spans_text(known) if known else ""
 
 
 def spans_text(numbers: Sequence[int]) -> str:

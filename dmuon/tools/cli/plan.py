@@ -43,7 +43,7 @@ from dmuon.tools.cli.arguments import (
 )
 from dmuon.tools.cli.figures import draw_plan
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, hardware
-from dmuon.tools.simulation.prediction import recommend, report
+from dmuon.tools.simulation.prediction import recommend, recommendation, report
 from dmuon.tools.simulation.scenario import EFFICIENCY, Scenario, Workload
 from dmuon.tools.simulation.step import step_s
 from dmuon.tools.simulation.wave_model import describe, wave_costs
@@ -126,7 +126,7 @@ def _run(arguments: argparse.Namespace) -> int:
         scenario = question.scenario(result)
         lines += ["", report(scenario)]
         if arguments.recommend:
-            lines += ["", recommend(scenario).report()]
+            lines += ["", recommendation(recommend(scenario))]
     print("\n".join(lines), flush=True)  # before anything is written: a full disk must not cost the report
     if arguments.png is not None:
         save_png(draw_plan(result, f"{arguments.model} over {question.topology.world} ranks"), arguments.png)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -111,53 +111,8 @@ class Way:
         return f"mesh = {mesh}; dmuon.dedicate_params(model, mesh{kept})"
 
 
-@dataclass(frozen=True, slots=True)
-class Recommendation:
-    """All ways, fastest first, and the one to take.
-
-    Attributes:
-        adamw: AdamW on the mesh that suits it best, of those that fit.
-        taken: the fastest way that fits.
-    """
-
-    ways: tuple[Way, ...]
-    adamw: Way
-    taken: Way
-
-    @property
-    def overhead(self) -> float:
-        """Of the way that is taken, over AdamW."""
-        return self.taken.step_s / self.adamw.step_s - 1
-
-    def report(self) -> str:
-        """The table of alternatives, and the line to paste, as text for people."""
-        best = "the best AdamW" if self.adamw.fits else "AdamW, as none of it fits,"
-        step = f"{self.adamw.place}: {1e3 * self.adamw.step_s:.1f} ms"
-        lines = [
-            f"ways to train, predicted; over {best} ({step}), ± {ERROR:.1%}:",
-            f"{'mesh':>18} {'residency':<10} {'step ms':>9} {'over AdamW':>16} {'GiB':>7}",
-        ]
-        for way in self.ways:
-            mark = " <" if way is self.taken else "" if way.fits else "  does not fit"
-            lines.append(
-                f"{way.place:>18} {way.residency:<10} {1e3 * way.step_s:>9.1f} "
-                f"{verdict(way.step_s / self.adamw.step_s - 1):>16} {way.nbytes / _GIB:>7.1f}{mark}"
-            )
-        if not self.taken.fits:
-            return "\n".join([*lines, "none of them fits into the memory of a device: add ranks or --tp"])
-        why = "it is the fastest that fits"
-        equal = [way for way in self.ways if way.fits and way.step_s / self.taken.step_s - 1 < ERROR]
-        if len(equal) > 1:
-            least = min(equal, key=lambda way: way.nbytes)
-            why = (
-                f"it fits, and {len(equal) - 1} more are equal to it within the error of the prediction; of all "
-                f"these {least.residency} {least.place} holds least"
-            )
-        return "\n".join([*lines, f"recommended, because {why}:", f"    {self.taken.code()}"])
-
-
-def recommend(scenario: Scenario) -> Recommendation:
-    """Predict every mesh of whole nodes, both residencies, and weights kept or not.
+def recommend(scenario: Scenario) -> list[Way]:
+    """Predict every mesh of whole nodes, all residencies, and weights kept or not: what fits first, and the fastest.
 
     Args:
         scenario: on any mesh; its plan is kept, for it does not depend on the mesh.
@@ -169,9 +124,35 @@ def recommend(scenario: Scenario) -> Recommendation:
         nbytes = held_bytes(residency, one)
         fits = nbytes <= _ROOM * scenario.hardware.device.memory
         ways.append(Way(topology, residency, kept, step_s(residency, one), nbytes, fits))
-    ways.sort(key=lambda way: (not way.fits, way.step_s))
-    muon = tuple(way for way in ways if way.residency != "adamw")
-    return Recommendation(muon, next(way for way in ways if way.residency == "adamw"), muon[0])
+    return sorted(ways, key=lambda way: (not way.fits, way.step_s))
+
+
+def recommendation(ways: Sequence[Way]) -> str:
+    """The table of alternatives over the best AdamW, why the first is taken, and the line to paste, for people."""
+    adamw = next(way for way in ways if way.residency == "adamw")
+    muon = [way for way in ways if way.residency != "adamw"]
+    taken = muon[0]
+    best = "the best AdamW" if adamw.fits else "AdamW, as none of it fits,"
+    lines = [
+        f"ways to train, predicted; over {best} ({adamw.place}: {1e3 * adamw.step_s:.1f} ms), ± {ERROR:.1%}:",
+        f"{'mesh':>18} {'residency':<10} {'step ms':>9} {'over AdamW':>16} {'GiB':>7}",
+    ]
+    for way in muon:
+        mark = " <" if way is taken else "" if way.fits else "  does not fit"
+        lines.append(
+            f"{way.place:>18} {way.residency:<10} {1e3 * way.step_s:>9.1f} "
+            f"{verdict(way.step_s / adamw.step_s - 1):>16} {way.nbytes / _GIB:>7.1f}{mark}"
+        )
+    if not taken.fits:
+        return "\n".join([*lines, "none of them fits into the memory of a device: add ranks or --tp"])
+    equal = [way for way in muon if way.fits and way.step_s / taken.step_s - 1 < ERROR]
+    least = min(equal, key=lambda way: way.nbytes)
+    why = (
+        f"it fits, and {len(equal) - 1} more are equal to it within the error of the prediction; of all these "
+        f"{least.residency} {least.place} holds least"
+    )
+    why = why if len(equal) > 1 else "it is the fastest that fits"
+    return "\n".join([*lines, f"recommended, because {why}:", f"    {taken.code()}"])
 
 
 def meshes(given: Topology) -> Iterator[Topology]:

@@ -88,7 +88,7 @@ def table(cases: Sequence[Case], title: str) -> str:
         f"A plan takes at most {seconds:.1f} s on one core, without a solver {greedy:.2f} s.",
         "The search stops at a gap of 1 %; smaller gaps were proven by the first bound. LPT (by the cost of one",
         "matrix) and round robin are multiples of the plan's makespan. Spread is the sum over blocks of the largest",
-        "owner's bytes over the least possible.",
+        "owner's bytes over an even share.",
         "",
         "| model | ranks | makespan ms | gap | found by | s | gap without solver | s | LPT | round robin | spread |",
         "|---|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|",

@@ -21,14 +21,13 @@ import tempfile
 import threading
 import types
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _POLL_MS = 200
 _GRACE_S = 3.0  # beyond what the search may take: a start on a busy machine, a solver between two looks at the clock
-_FILE_BYTES = 1 << 28  # of what a solver may write to one file
+_FILE_BYTES = 1 << 28  # that the child and its solver may write to one file
 _QUESTION, _ANSWER = "question", "answer"
 
 
@@ -39,27 +38,30 @@ class SolverFailed(Exception):
 # -- the planner's side -----------------------------------------------------------------------------------------------
 
 
-def run_search(question: object, seconds: float) -> dict[str, Any]:
+def run_search(question: object, seconds: float) -> tuple[Any, str]:
     """The last answer that ``dmuon.solver.exact.search`` reported about ``question`` in a child of its own.
 
     Args:
         question: its first arguments, which are pickled.
         seconds: that the search takes by itself; it is killed a few seconds later.
 
+    Returns:
+        the answer, and what ended the child if the answer is not its last one.
+
     Raises:
         SolverFailed: there is no child, or no answer that can be read.
     """
-    command = _cbc()
+    if importlib.util.find_spec("pulp") is None:
+        raise SolverFailed("PuLP cannot be imported; install pulp>=3.3,<4")
     try:
         folder = tempfile.TemporaryDirectory(prefix="dmuon-milp-", ignore_cleanup_errors=True)
     except OSError as error:
         raise SolverFailed(f"no temporary folder can be made ({error})") from error
     with folder as place:  # files of solvers that are killed are removed with it
         Path(place, _QUESTION).write_bytes(pickle.dumps(question))
-        settings = {"path": [os.path.abspath(part) for part in sys.path], "command": command, "place": place}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, json.dumps(settings)],
+                [sys.executable, "-I", "-S", __file__, json.dumps([os.path.abspath(part) for part in sys.path])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -81,47 +83,38 @@ def run_search(question: object, seconds: float) -> dict[str, Any]:
             process.wait()
             assert process.stdin is not None
             process.stdin.close()
-        return _read(Path(place, _ANSWER), fault)
-
-
-def _cbc() -> str:
-    """The file that is CBC."""
-    try:
-        # From a thread: PuLP keeps frames of imports that fail inside it, and so all that their callers hold.
-        with ThreadPoolExecutor(1) as pool:
-            pulp = pool.submit(importlib.import_module, "pulp").result()
-    except ImportError as error:
-        raise SolverFailed(f"PuLP cannot be imported ({error}); install pulp>=3.3,<4") from error
-    return str(pulp.PULP_CBC_CMD.pulp_cbc_path)
-
-
-def _read(path: Path, fault: str) -> dict[str, Any]:
-    """The answer in ``path``, with ``fault`` as its note where the search was cut off."""
-    try:
-        if path.stat().st_size > _FILE_BYTES:
-            raise SolverFailed(f"its answer is longer than {_FILE_BYTES} bytes")
-        answer = dict(json.loads(path.read_bytes()))
-    except FileNotFoundError as error:
-        raise SolverFailed(fault) from error
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise SolverFailed("its answer cannot be read") from error
-    if not answer.get("done"):
-        answer |= {"note": f"failed: {fault}", "incomplete": True}
-    return answer
+        try:
+            return pickle.loads(Path(place, _ANSWER).read_bytes()), fault
+        except FileNotFoundError as error:
+            raise SolverFailed(fault) from error
 
 
 # -- the child --------------------------------------------------------------------------------------------------------
 
 
-def main(settings: dict[str, Any]) -> None:
-    """Search until done, or until the planner's process is gone."""
+def main(path: list[str]) -> None:
+    """Search until done, or until the planner's process is gone; ``path`` is the planner's ``sys.path``."""
     pipe = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     threading.Thread(target=_end_with_planner, args=(pipe, os.getppid()), daemon=True).start()
     try:
-        _search(**settings)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        warnings.simplefilter("ignore")  # PuLP announces what its next version removes
+        sys.path[:] = path
+        for name, folders in (("dmuon", []), ("dmuon.solver", [str(Path(__file__).parent)])):
+            sys.modules[name] = types.ModuleType(name)  # without their own code, of which nothing is needed here
+            sys.modules[name].__path__ = folders
+        exact = importlib.import_module("dmuon.solver.exact")
+        exact.search(*pickle.loads(Path(_QUESTION).read_bytes()), _report)
     finally:
         os._exit(0)
+
+
+def _report(answer: object) -> None:
+    new = Path(f"{_ANSWER}.new")
+    new.write_bytes(pickle.dumps(answer))
+    new.replace(_ANSWER)
 
 
 def _end_with_planner(pipe: int, planner: int) -> None:
@@ -131,30 +124,6 @@ def _end_with_planner(pipe: int, planner: int) -> None:
     while os.getppid() == planner and not watched.poll(_POLL_MS):
         pass
     os.killpg(0, signal.SIGKILL)
-
-
-def _search(path: list[str], command: str, place: str) -> None:
-    """Import the package alone, as ``dmuon`` would bring torch, and answer the question."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    warnings.simplefilter("ignore")  # PuLP announces what its next version removes
-    sys.path[:] = path
-    folder, name = Path(__file__).parent, "dmuon.solver"
-    sys.modules["dmuon"] = types.ModuleType("dmuon")
-    spec = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
-    exact = importlib.import_module(f"{name}.exact")
-
-    def report(answer: dict[str, Any]) -> None:
-        new = Path(place, f"{_ANSWER}.new")
-        new.write_text(json.dumps(answer))
-        new.replace(Path(place, _ANSWER))
-
-    exact.search(*pickle.loads(Path(place, _QUESTION).read_bytes()), command, report)
 
 
 if __name__ == "__main__":

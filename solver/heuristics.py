@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from operator import le
 
 import numpy as np
 
@@ -44,16 +43,16 @@ def round_robin(problem: Problem, order: Sequence[int]) -> list[int]:
 def _schedule(problem: Problem, costs: Sequence[Ints]) -> Counts:
     """Hand out the matrices class by class, the longest first, each to the rank that would be done with it first.
 
-    Ties go to the rank with fewer bytes of each limit, then to the lower one.
+    Ties go to the rank that keeps fewer bytes, then to the lower one.
 
     Args:
         costs: what a rank of each kind is taken to pay for its matrices of a class, as ``Problem.costs``.
     """
     counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
-    load, owned = [0] * problem.ranks, np.zeros((problem.ranks, len(problem.weights)), dtype=np.int64).tolist()
-    kinds, limits = problem.kind_of.tolist(), problem.room.T.tolist()
+    load, owned = [0] * problem.ranks, [0] * problem.ranks
+    kinds, memory = problem.kind_of.tolist(), problem.memory.tolist()
     for s in sorted(range(len(costs)), key=lambda s: (-int(problem.costs[s][:, 1].min()), s)):
-        weights, room = problem.weights[:, s].tolist(), problem.most(FORBIDDEN - 1)[s].tolist()
+        nbytes, room = int(problem.state_bytes[s]), problem.most(FORBIDDEN - 1)[s].tolist()
         base, ends = list(load), costs[s].tolist()
         taken = [0] * problem.ranks
         heap = [(base[rank] + ends[kind][1], owned[rank], rank) for rank, kind in enumerate(kinds)]
@@ -61,15 +60,14 @@ def _schedule(problem: Problem, costs: Sequence[Ints]) -> Counts:
         for left in range(problem.members[s], 0, -1):
             while heap:
                 finish, _, rank = heap[0]
-                after = [have + more for have, more in zip(owned[rank], weights, strict=True)]
-                if taken[rank] < room[kinds[rank]] and all(map(le, after, limits[kinds[rank]])):
+                if taken[rank] < room[kinds[rank]] and owned[rank] + nbytes <= memory[kinds[rank]]:
                     break
                 heapq.heappop(heap)  # full, and will stay so
             else:
                 taken[0] += left
                 break
             taken[rank] += 1
-            load[rank], owned[rank] = finish, after
+            load[rank], owned[rank] = finish, owned[rank] + nbytes
             # With the last matrix of the class the loop ends: there is no cost of one more to look up.
             following = min(taken[rank] + 1, problem.members[s])
             heapq.heapreplace(heap, (base[rank] + ends[kinds[rank]][following], owned[rank], rank))
@@ -118,13 +116,13 @@ def _pack(problem: Problem, order: Sequence[int], capacity: int) -> Counts | Non
     """Fill ranks up to ``capacity`` nanoseconds, class by class, or ``None`` if a class does not fit."""
     counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
     left = np.full(problem.ranks, capacity, dtype=np.int64)
-    room = problem.room[:, problem.kind_of].copy()
+    room = problem.memory[problem.kind_of]
     for s in order:
         counts[:, s] = _fill(problem, s, left, room)
         if counts[:, s].sum() < problem.members[s]:
             return None
         left -= problem.costs[s][problem.kind_of, counts[:, s]]
-        room -= problem.weights[:, s, None] * counts[:, s]
+        room = room - problem.state_bytes[s] * counts[:, s]
     return counts
 
 
@@ -134,7 +132,7 @@ def _fill(problem: Problem, s: int, left: Ints, room: Ints) -> Ints:
     for kind, cost in enumerate(problem.costs[s]):
         ranks = problem.kind_of == kind
         most[ranks] = np.searchsorted(cost, left[ranks], side="right") - 1
-    most = np.minimum(most, (room // problem.weights[:, s, None]).min(axis=0))
+    most = np.minimum(most, room // problem.state_bytes[s])
     average = np.where(most > 0, problem.costs[s][problem.kind_of, most] / np.maximum(most, 1), np.inf)
     order = np.lexsort((left, average))
     before = np.cumsum(most[order]) - most[order]

@@ -16,9 +16,11 @@ _FP32_BYTES = 4
 _STATE_BYTES = 2 * _FP32_BYTES  # master and momentum
 _LEAST_SPEED = 0.001
 _MOST_MEMORY = 2**60
-_MOST_NBYTES = 2**44
-_MOST_SIDE = 2**22
-_MOST_CAP = 10**6
+_REMOVED = {  # options, and what to do instead
+    "backend": "the CBC that PuLP brings is the only solver; leave backend out",
+    "spread_cap": "every block is spread as far as the makespan allows; leave spread_cap out",
+    "search_space_threshold": "the search does not grow with the number of ranks; leave search_space_threshold out",
+}
 
 
 class Infeasible(ValueError):
@@ -58,9 +60,6 @@ class Matrix:
             value, least = getattr(self, field), 0 if field == "nbytes" else 1
             if not is_int(value) or value < least:
                 raise ValueError(f"matrix {self.name!r}: {field} must be an integer of at least {least}, got {value!r}")
-            most = _MOST_NBYTES if field == "nbytes" else _MOST_SIDE
-            if value > most:
-                raise ValueError(f"matrix {self.name!r}: {field} must be at most {most}, got {value}; check its unit")
         if self.nbytes == 0:
             object.__setattr__(self, "nbytes", self.rows * self.cols * _FP32_BYTES)
 
@@ -122,13 +121,10 @@ class SolveOptions:
     """How hard to search, and what a plan must hold.
 
     Attributes:
-        method: ``"auto"`` runs the exact methods only if the heuristics are not proven within the gap, the compact
-            MILP only below the search-space threshold; ``"milp"`` runs both at any size; ``"greedy"`` never any.
+        method: ``"auto"`` searches by MILPs if the heuristics are not proven within the gap, unless there are too many
+            matrices of a class; ``"milp"`` even then; ``"greedy"`` never.
         gap_target: stop as soon as ``(makespan - bound) / makespan`` is proven to be at most this.
         time_limit_s: seconds that the exact methods may take.
-        search_space_threshold: largest compact MILP, in binaries, that ``"auto"`` builds.
-        spread_cap: the bytes of one block that one rank may own, as a multiple of the least possible (the larger of
-            the mean over ranks and the largest matrix); ``None`` spreads as far as the makespan allows.
         byte_slack: the part of the makespan that may be given up to level the bytes per rank, as far as the plan stays
             within ``gap_target`` of the bound.
 
@@ -139,14 +135,15 @@ class SolveOptions:
     method: Method = "auto"
     gap_target: float = 0.01
     time_limit_s: float = 10.0
-    search_space_threshold: int = 2000
-    spread_cap: float | None = None
     byte_slack: float = 0.01
-    backend: InitVar[None] = None  # was an option
+    backend: InitVar[None] = None
+    spread_cap: InitVar[None] = None
+    search_space_threshold: InitVar[None] = None
 
-    def __post_init__(self, backend: object) -> None:
-        if backend is not None:
-            raise ValueError(f"backend={backend!r}: the CBC that PuLP brings is the only solver; leave backend out")
+    def __post_init__(self, *removed: object) -> None:
+        for (name, instead), value in zip(_REMOVED.items(), removed, strict=True):
+            if value is not None:
+                raise ValueError(f"{name}={value!r}: was removed: {instead}")
         if self.method not in get_args(Method):
             raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {self.method!r}")
         for field in ("gap_target", "byte_slack"):
@@ -155,13 +152,6 @@ class SolveOptions:
                 raise ValueError(f"{field} must be in [0, 1), got {value!r}")
         if not _is_real(self.time_limit_s) or not 0 < self.time_limit_s <= 1e6:  # as clocks can count
             raise ValueError(f"time_limit_s must be a positive number of seconds up to 1e6, got {self.time_limit_s!r}")
-        if not is_int(self.search_space_threshold) or self.search_space_threshold < 0:
-            raise ValueError(
-                f"search_space_threshold must be a non-negative integer, got {self.search_space_threshold!r}"
-            )
-        cap = self.spread_cap
-        if cap is not None and not (_is_real(cap) and 1 <= cap <= _MOST_CAP):
-            raise ValueError(f"spread_cap must be None or a number from 1 to {_MOST_CAP}, such as 1.5, got {cap!r}")
 
 
 def check_matrices(matrices: Iterable[Matrix]) -> tuple[Matrix, ...]:

@@ -8,20 +8,22 @@ matrices, no assignment fits the capacity (Farley's bound): a proof that costs n
 
 from __future__ import annotations
 
+import importlib
+import math
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .child import SolverFailed
-from .compact_milp import MilpSolver
 from .problem import Counts, Ints, Problem
 
 Floats = NDArray[np.float64]
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 Verdict = Literal["infeasible", "possible", "unknown"]
 Pattern = tuple[int, tuple[int, ...]]  # kind of rank, matrices of each class
 
@@ -29,7 +31,49 @@ _CELLS = 8192  # the capacity in the knapsack's units
 _ROUNDS = 60
 _DIGITS = 5  # of prices: solvers agree on about eight, and ties must not depend on the rest
 _TOLERANCE = 1e-7
+_FEW = 4_000  # patterns, all of which one integer program takes
 _USE = 1e-3  # cost of using all ranks, where leaving all matrices uncovered costs 1: covering comes first
+
+
+class MilpSolver:
+    """The CBC that PuLP bundles. It runs on one thread: several would search differently on every run.
+
+    Attributes:
+        pulp: the module, imported here and not earlier.
+        clocked: a time limit ended a search, and so had a say in its answer.
+    """
+
+    def __init__(self) -> None:
+        self.pulp: Any = importlib.import_module("pulp")
+        self.clocked = False
+
+    def solve(self, model: Any, seconds: float) -> Status:
+        """Solve to optimality, or to the time limit; values and duals are then in ``model``.
+
+        Raises:
+            SolverFailed: whatever went wrong inside PuLP or CBC, or an answer that holds what is no number.
+        """
+        if seconds <= 0:
+            return "unknown"
+        pulp = self.pulp
+        cbc, limit = pulp.PULP_CBC_CMD.pulp_cbc_path, max(1, math.ceil(seconds))
+        try:
+            # CBC is single-threaded unless told otherwise; told to take one thread, it starts one and may wait for it
+            # until the time limit.
+            model.solve(pulp.COIN_CMD(path=cbc, msg=False, timeLimit=limit, gapRel=0.0))
+        except Exception as error:
+            raise SolverFailed(f"{type(error).__name__}: {error}"[:1000]) from error
+        numbers = [v.varValue for v in model.variables()] + [c.pi for c in model.constraints.values()]
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise SolverFailed("its answer holds what is no number")
+        # Neither field tells all: LpStatusOptimal covers a time-out with a solution, and of a program without integer
+        # points CBC's sol_status says the same as of a time-out.
+        if model.status == pulp.LpStatusInfeasible:
+            return "infeasible"
+        statuses: dict[int, Status] = {pulp.LpSolutionOptimal: "optimal", pulp.LpSolutionIntegerFeasible: "feasible"}
+        status = statuses.get(model.sol_status, "unknown")
+        self.clocked |= status != "optimal"
+        return status
 
 
 def knapsack_items(problem: Problem, capacity: int) -> int:
@@ -58,6 +102,16 @@ class PatternPool:
         """The rows of an assignment, as patterns."""
         for kind, row in zip(self.problem.kind_of.tolist(), counts, strict=True):
             self.add(kind, row)
+
+    def add_all(self, capacity: int) -> bool:
+        """Add all patterns within ``capacity`` nanoseconds, if they are few: then :meth:`cover` finds what there is."""
+        for kind, most in enumerate(self.problem.most(capacity).T.tolist()):
+            if math.prod(n + 1 for n in most) > _FEW:
+                return False
+            rows = np.indices([n + 1 for n in most]).reshape(len(most), -1).T
+            for row in rows[self.problem.loads(rows, np.full(len(rows), kind)) <= capacity]:
+                self.add(kind, row)
+        return True
 
     def refute(self, capacity: int) -> Verdict:
         """Whether some mix of patterns within ``capacity`` nanoseconds covers all matrices, in fractions of ranks.
@@ -99,10 +153,10 @@ class PatternPool:
         problem = self.problem
         members, ranks = np.array(problem.members), np.array(problem.ranks_per_kind)
         self._fewest(capacity, members, ranks)
-        counts = self._cover(capacity)
+        counts = self.cover(capacity)[1]
         if counts is None:
             counts = self._dive(capacity, members, ranks)
-            covered = self._cover(capacity)  # by the dive's patterns too
+            covered = self.cover(capacity)[1]  # by the dive's patterns too
             counts = counts if covered is None else covered
         return counts
 
@@ -189,8 +243,8 @@ class PatternPool:
         rounded = np.array([float(f"{price:.{_DIGITS - 1}e}") for price in prices])
         return shortfall / int(members.sum()), rounded, [y.value() or 0.0 for y in columns]
 
-    def _cover(self, capacity: int) -> Counts | None:
-        """The integer program over the patterns within ``capacity``."""
+    def cover(self, capacity: int) -> tuple[Status, Counts | None]:
+        """Counts of patterns within ``capacity`` by the integer program, or ``"infeasible"``: of those known so far."""
         problem, pulp = self.problem, self.solver.pulp
         patterns = self._within(capacity)
         model = pulp.LpProblem("owners", pulp.LpMinimize)
@@ -203,7 +257,7 @@ class PatternPool:
             model += pulp.lpSum(y for (g, _), y in zip(patterns, columns, strict=True) if g == kind) <= count
         status = self.solver.solve(model, self.deadline - time.monotonic())
         if status in ("infeasible", "unknown"):
-            return None
+            return status, None
         chosen = [(key, round(y.value() or 0.0)) for key, y in zip(patterns, columns, strict=True)]
         counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
         free = {kind: np.flatnonzero(problem.kind_of == kind).tolist() for kind in range(problem.kinds)}
@@ -212,7 +266,7 @@ class PatternPool:
                 if not free[kind]:
                     raise SolverFailed("the solver's patterns need more ranks than there are")
                 counts[free[kind].pop(0)] = row
-        return _without_surplus(problem, counts)
+        return status, _without_surplus(problem, counts)
 
 
 def _without_surplus(problem: Problem, counts: Counts) -> Counts:

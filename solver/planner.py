@@ -12,7 +12,7 @@ from .exact import Solution, refine
 from .heuristics import batch_greedy, level_bytes, longest_first, multifit, round_robin, shorten
 from .inputs import BASELINES, ClassKey, Infeasible, Matrix, Rank, SolveOptions, check_matrices, check_ranks
 from .problem import FORBIDDEN, Counts, Problem, build_problem, lower_bound
-from .result import Plan, block_bytes, least_block_bytes
+from .result import Plan
 from .spread import spread_blocks, xor_labels
 
 
@@ -35,25 +35,14 @@ def plan(
     """
     options = options or SolveOptions()
     ordered, owners = check_matrices(matrices), check_ranks(ranks)
-    caps = None
-    if options.spread_cap is not None:
-        least = least_block_bytes(ordered, _pool_ranks(ordered, owners))
-        caps = {block: int(options.spread_cap * nbytes) for block, nbytes in least.items()}
-    problem = build_problem(ordered, owners, costs, caps)
+    problem = build_problem(ordered, owners, costs)
     bound = lower_bound(problem)
     starts = _starts(problem, bound)
     solution = refine(problem, _shortest(problem, starts, bound), options)
     _check_limits(problem, solution)
-    for candidate in _most_even(problem, solution, starts, options):
-        spread = spread_blocks(ordered, _quota(problem, candidate.counts), caps)
-        if caps is None or not _above_caps(ordered, spread, caps):
-            return _finished(problem, ordered, owners, xor_labels(spread, owners), candidate, costs)
-    assert caps is not None
-    block, most = _above_caps(ordered, spread, caps)[0]
-    raise Infeasible(
-        f"spread_cap={options.spread_cap}: no assignment within the caps was found; block {block!r} would have an "
-        f"owner with {most} bytes, its cap is {caps[block]}; raise spread_cap"
-    )
+    even = _most_even(problem, solution, starts, options)
+    spread = spread_blocks(ordered, _quota(problem, even.counts))
+    return _finished(problem, ordered, xor_labels(spread, owners), even, costs)
 
 
 def baseline(
@@ -88,13 +77,12 @@ def baseline(
     if rank_of is None:
         rank_of = spread_blocks(ordered, _quota(problem, counts))
     bound = max(lower_bound(problem), bound_ns or 0)
-    return _finished(problem, ordered, owners, rank_of, Solution(counts, bound, name, note="a baseline"), costs)
+    return _finished(problem, ordered, rank_of, Solution(counts, bound, name, note="a baseline"), costs)
 
 
 def _finished(
     problem: Problem,
     matrices: tuple[Matrix, ...],
-    ranks: Sequence[Rank],
     owners: Mapping[str, int],
     solution: Solution,
     costs: CostTable,
@@ -111,7 +99,6 @@ def _finished(
         stage=solution.stage,
         reason="; ".join(filter(None, (proof, solution.note))),
         estimated=tuple(shape for shape in costs.estimated if shape in shapes),
-        pool_ranks=_pool_ranks(matrices, ranks),
     )
 
 
@@ -149,8 +136,8 @@ def _shortest(problem: Problem, starts: Sequence[tuple[str, Counts]], bound: int
 
 def _most_even(
     problem: Problem, solution: Solution, starts: Sequence[tuple[str, Counts]], options: SolveOptions
-) -> list[Solution]:
-    """All that was found within the slack, with its bytes levelled; first what leaves the fewest bytes on any rank.
+) -> Solution:
+    """Of all that was found within the slack, with its bytes levelled, what leaves the fewest bytes on any rank.
 
     Assignments that are even in every class are also the ones that wrong costs hurt least.
     """
@@ -162,24 +149,11 @@ def _most_even(
         if problem.makespan(counts) <= limit and not np.array_equal(counts, solution.counts):
             note = "; ".join(filter(None, (solution.note, "its bytes are more even than those of what was shorter")))
             candidates.append(replace(solution, counts=level_bytes(problem, counts, limit), stage=stage, note=note))
-    return sorted(candidates, key=lambda item: int(problem.rank_bytes(item.counts).max()))
-
-
-def _pool_ranks(matrices: Sequence[Matrix], ranks: Sequence[Rank]) -> dict[str, int]:
-    return {pool: sum(rank.may_own(pool) for rank in ranks) for pool in sorted({m.pool for m in matrices})}
+    return min(candidates, key=lambda item: int(problem.rank_bytes(item.counts).max()))
 
 
 def _check_limits(problem: Problem, solution: Solution) -> None:
     if problem.makespan(solution.counts) >= FORBIDDEN:
         raise Infeasible(
-            "no assignment within the limits on memory, pools and spread was found; raise memory or spread_cap, widen "
-            "pools, or add ranks"
+            "no assignment within the limits on memory and pools was found; raise memory, widen pools, or add ranks"
         )
-
-
-def _above_caps(
-    matrices: Sequence[Matrix], owners: Mapping[str, int], caps: Mapping[str, int]
-) -> list[tuple[str, int]]:
-    """Blocks with an owner above their cap, and its bytes."""
-    largest = {block: max(row.values()) for block, row in block_bytes(matrices, owners).items()}
-    return [(block, most) for block, most in largest.items() if most > caps[block]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,9 +38,8 @@ class Problem:
             costs more than ``FORBIDDEN``, the more the further it goes.
         chunks: per class, matrices per batch, at most ``members``.
         nbytes: mean bytes that a matrix of each class communicates, ``(classes,)``.
-        weights: per limit, bytes that a matrix of each class takes of it, ``(limits, classes)``. The first limit is
-            memory; with caps on spread the second is all that one rank may own of all blocks.
-        room: per limit, bytes that a rank of each kind has, ``(limits, kinds)``.
+        state_bytes: that an owner keeps of a matrix of each class, ``(classes,)``.
+        memory: bytes that a rank of each kind may keep, ``(kinds,)``.
         speed: of each kind, relative to the device that the costs hold for.
         kind_of: kind of each rank, ``(ranks,)``.
     """
@@ -50,8 +49,8 @@ class Problem:
     costs: tuple[Ints, ...]
     chunks: tuple[int, ...]
     nbytes: Ints
-    weights: Ints
-    room: Ints
+    state_bytes: Ints
+    memory: Ints
     speed: tuple[float, ...]
     kind_of: Ints
 
@@ -73,7 +72,7 @@ class Problem:
         total = np.zeros(len(counts), dtype=np.int64)
         for s, cost in enumerate(self.costs):
             total += cost[kinds, counts[:, s]]
-        excess = np.maximum(counts @ self.weights.T - self.room[:, kinds].T, 0).sum(axis=1)
+        excess = np.maximum(counts @ self.state_bytes - self.memory[kinds], 0)
         return np.asarray(np.where(excess > 0, total + FORBIDDEN + excess, total), dtype=np.int64)
 
     def makespan(self, counts: Counts) -> int:
@@ -96,20 +95,11 @@ class Problem:
     def most(self, capacity: int) -> Ints:
         """Matrices of each class alone that fit one rank of each kind within ``capacity`` ns: ``(classes, kinds)``."""
         by_time = np.array([[np.searchsorted(row, capacity, side="right") - 1 for row in cost] for cost in self.costs])
-        by_limits = (self.room[:, None, :] // self.weights[:, :, None]).min(axis=0)
-        return np.asarray(np.minimum(by_time, by_limits), dtype=np.int64)
+        return np.asarray(np.minimum(by_time, self.memory // self.state_bytes[:, None]), dtype=np.int64)
 
 
-def build_problem(
-    matrices: Sequence[Matrix],
-    ranks: Sequence[Rank],
-    table: CostTable,
-    caps: Mapping[str, int] | None = None,
-) -> Problem:
+def build_problem(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: CostTable) -> Problem:
     """Group ``matrices`` into classes and ``ranks`` into kinds.
-
-    Args:
-        caps: per block, the most bytes of it that one rank may own.
 
     Raises:
         ValueError: a shape without costs, or costs so large that their sum would overflow.
@@ -132,46 +122,26 @@ def build_problem(
     kinds = list(dict.fromkeys(traits))
     costs = []
     for key in classes:
-        alone, pool = members[key], key[2]
-        _check_owner(alone[0], ranks)
-        most = len(alone) if caps is None else _spreadable(alone, caps)
-        cost = table.costs_up_to(shapes[key], len(alone))
-        costs.append(np.stack([_kind_costs(cost, s, p is None or pool in p, most) for s, _, p in kinds]))
-    weights = [[members[key][0].state_bytes for key in classes]]
-    room = [[_UNLIMITED if memory is None else memory for _, memory, _ in kinds]]
-    if caps is not None:
-        # By the smallest of each class: what breaks this breaks a cap, whichever matrices of the class it is.
-        weights.append([min(m.nbytes for m in members[key]) for key in classes])
-        room.append([sum(caps[block] for block in sorted({m.block for m in matrices}))] * len(kinds))
+        _check_owner(members[key][0], ranks)
+        cost = table.costs_up_to(shapes[key], len(members[key]))
+        costs.append(np.stack([_kind_costs(cost, s, p is None or key[2] in p) for s, _, p in kinds]))
     return Problem(
         classes=classes,
         members=tuple(len(members[key]) for key in classes),
         costs=tuple(costs),
         chunks=tuple(min(table.chunk(shapes[key]), len(members[key])) for key in classes),
         nbytes=np.array([sum(m.nbytes for m in members[key]) // len(members[key]) for key in classes], dtype=np.int64),
-        weights=np.array(weights, dtype=np.int64),
-        room=np.array(room, dtype=np.int64),
+        state_bytes=np.array([members[key][0].state_bytes for key in classes], dtype=np.int64),
+        memory=np.array([_UNLIMITED if memory is None else memory for _, memory, _ in kinds], dtype=np.int64),
         speed=tuple(float(speed) for speed, _, _ in kinds),
         kind_of=np.array([kinds.index(trait) for trait in traits], dtype=np.int64),
     )
 
 
-def _kind_costs(cost: Ints, speed: float, allowed: bool, most: int) -> Ints:
-    scaled = cost if speed == 1 else np.ceil(cost / speed).astype(np.int64)
-    beyond = np.arange(len(cost)) - (most if allowed else 0)
-    return np.asarray(np.where(beyond > 0, FORBIDDEN + beyond, scaled), dtype=np.int64)
-
-
-def _spreadable(matrices: Sequence[Matrix], caps: Mapping[str, int]) -> int:
-    """The most matrices of one class that one rank can own within ``caps``."""
-    taken: dict[str, int] = {}
-    count = 0
-    for m in sorted(matrices, key=lambda m: m.nbytes):
-        nbytes = taken.get(m.block, 0) + m.nbytes
-        if nbytes <= caps[m.block]:
-            taken[m.block] = nbytes
-            count += 1
-    return count
+def _kind_costs(cost: Ints, speed: float, allowed: bool) -> Ints:
+    if not allowed:
+        return FORBIDDEN * (np.arange(len(cost)) > 0) + np.arange(len(cost))
+    return cost if speed == 1 else np.ceil(cost / speed).astype(np.int64)
 
 
 def _check_owner(matrix: Matrix, ranks: Sequence[Rank]) -> None:
@@ -195,7 +165,7 @@ def lower_bound(problem: Problem) -> int:
     matrices one by one.
 
     Raises:
-        Infeasible: limits on memory or spread leave no room for a class.
+        Infeasible: memory leaves no room for a class, or for all.
     """
     _check_room(problem)
     pools: list[str | None] = [*sorted({pool for _, _, pool in problem.classes})]
@@ -237,21 +207,12 @@ class _Envelope:
 
 
 def _check_room(problem: Problem) -> None:
-    """Whether all ranks together can hold each class, and all classes of a pool, at any speed."""
-    ranks, most = np.array(problem.ranks_per_kind), problem.most(FORBIDDEN - 1)
-    for s, (rows, cols, pool) in enumerate(problem.classes):
-        room = int(ranks @ most[s])
-        if room < problem.members[s]:
-            suffix = f" of pool {pool!r}" if pool else ""
-            raise Infeasible(
-                f"{problem.members[s]} matrices of shape {rows}x{cols}{suffix} need owners, but memory and spread_cap "
-                f"leave room for {room}; raise memory or spread_cap, or add ranks"
-            )
-    for what, weights, room in zip(("memory", "spread_cap"), problem.weights, problem.room, strict=False):
-        together = sum(int(n) * int(r) for n, r in zip(ranks, room, strict=True))
-        needed = sum(n * int(b) for n, b in zip(problem.members, weights, strict=True))
-        if needed > together:
-            raise Infeasible(
-                f"the matrices take {needed} bytes, but {what} leaves the ranks {together} in all; raise {what} or add "
-                "ranks"
-            )
+    """Whether all ranks together can hold each class, and all classes, at any speed."""
+    ranks, members, most = np.array(problem.ranks_per_kind), np.array(problem.members), problem.most(FORBIDDEN - 1)
+    together = sum(n * int(memory) for n, memory in zip(problem.ranks_per_kind, problem.memory, strict=True))
+    needed = int(members @ problem.state_bytes)
+    if needed > together or bool((most @ ranks < members).any()):
+        raise Infeasible(
+            f"memory leaves no room for all matrices: they take {needed} bytes of masters and momentum, the ranks have "
+            f"{together} in all; raise memory, or add ranks"
+        )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .inputs import Matrix, Shape, is_int
 
-_SCHEMA = 2
 _MOST_ROWS = 32  # of the report
 _BAR = 24  # characters of the bar of the slowest rank
 
@@ -28,7 +27,6 @@ class Plan:
             ``"milp"`` or ``"patterns"``; of a baseline, its name.
         reason: why the search ended there.
         estimated: the shapes whose costs are estimates.
-        pool_ranks: how many ranks may own the matrices of each pool.
 
     Raises:
         ValueError: owners, loads and bound that contradict each other.
@@ -41,7 +39,6 @@ class Plan:
     stage: str
     reason: str
     estimated: tuple[Shape, ...] = ()
-    pool_ranks: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if list(self.owners) != [m.name for m in self.matrices]:
@@ -97,15 +94,17 @@ class Plan:
 
     @property
     def block_balance(self) -> dict[str, tuple[int, int]]:
-        """Per block, its largest owner's bytes and the least that these could be (mean over ranks, largest matrix)."""
-        least = least_block_bytes(self.matrices, {m.pool: self.world for m in self.matrices} | dict(self.pool_ranks))
-        rows = block_bytes(self.matrices, self.owners)
-        return {block: (max(row.values()), least[block]) for block, row in rows.items()}
-
-    @property
-    def spread(self) -> float:
-        """The worst block's largest owner, in bytes, as a multiple of the least possible; 1 is perfect."""
-        return max(most / least for most, least in self.block_balance.values())
+        """Per block, its largest owner's bytes, and an even share: the mean over all ranks, or the largest matrix."""
+        owned: dict[str, dict[int, int]] = {}
+        largest: dict[str, int] = {}
+        for m in self.matrices:
+            row = owned.setdefault(m.block, {})
+            row[self.owners[m.name]] = row.get(self.owners[m.name], 0) + m.nbytes
+            largest[m.block] = max(largest.get(m.block, 0), m.nbytes)
+        return {
+            block: (max(row.values()), max(largest[block], -(-sum(row.values()) // self.world)))
+            for block, row in owned.items()
+        }
 
     @property
     def digest(self) -> str:
@@ -121,7 +120,7 @@ class Plan:
         if not self.matrices:
             return f"no matrices over {self.world} ranks"
         balance = self.block_balance.values()
-        largest, least = sum(most for most, _ in balance), sum(least for _, least in balance)
+        largest, even = sum(most for most, _ in balance), sum(even for _, even in balance)
         estimated = f"estimated for {len(self.estimated)} of {len({m.shape for m in self.matrices})} shapes"
         lines = [
             f"{len(self.matrices)} matrices in {len(balance)} blocks over {self.world} ranks",
@@ -130,7 +129,7 @@ class Plan:
             f"stage     {self.stage}: {self.reason}",
             f"costs     {estimated if self.estimated else 'measured'}",
             f"blocks    largest owner {largest / len(balance) / 2**20:.1f} MiB on average, "
-            f"{largest / least:.2f} times the least possible",
+            f"{largest / even:.2f} times an even share",
             f"digest    {self.digest}",
             "",
             f"{'rank':>6} {'load':>12} {'of makespan':>12}  {'':<{_BAR}} {'matrices':>8} {'MiB':>10}",
@@ -147,18 +146,14 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Plain types that ``json.dumps`` takes and ``from_json`` reads."""
         return {
-            "schema": _SCHEMA,
-            "digest": self.digest,
             "matrices": [
                 [m.name, m.rows, m.cols, m.block, m.nbytes, m.pool, self.owners[m.name]] for m in self.matrices
             ],
             "loads_ns": list(self.loads_ns),
-            "makespan_ns": self.makespan_ns,
             "bound_ns": self.bound_ns,
             "stage": self.stage,
             "reason": self.reason,
             "estimated": [list(shape) for shape in self.estimated],
-            "pool_ranks": dict(self.pool_ranks),
         }
 
     @classmethod
@@ -166,14 +161,11 @@ class Plan:
         """The plan that ``to_json`` wrote.
 
         Raises:
-            ValueError: another schema, a field missing or ill-typed, or content that does not match its digest.
+            ValueError: a field is missing, ill-typed, or contradicts the others.
         """
-        if not isinstance(data, Mapping) or data.get("schema") != _SCHEMA:
-            schema = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"plan: schema is {schema!r}, not {_SCHEMA}; write it again with Plan.to_json")
         try:
             rows = [(Matrix(*row[:6]), row[6]) for row in data["matrices"]]
-            result = cls(
+            return cls(
                 owners={m.name: rank for m, rank in rows},
                 matrices=tuple(m for m, _ in rows),
                 loads_ns=tuple(data["loads_ns"]),
@@ -181,45 +173,11 @@ class Plan:
                 stage=data["stage"],
                 reason=data["reason"],
                 estimated=tuple((small, large) for small, large in data["estimated"]),
-                pool_ranks={str(pool): int(count) for pool, count in data["pool_ranks"].items()},
             )
-            digest, makespan = data["digest"], data["makespan_ns"]
         except KeyError as error:
-            raise ValueError(f"plan: field {error} is missing; write it again with Plan.to_json") from error
-        except (TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"plan: a field is ill-typed ({error}); write it again with Plan.to_json") from error
-        if result.digest != digest:
-            raise ValueError(
-                f"plan: owners, shapes or blocks were changed: digest {result.digest}, recorded {digest}; plan again"
-            )
-        if result.makespan_ns != makespan:
-            raise ValueError(f"plan: loads reach {result.makespan_ns} ns, recorded makespan {makespan} ns; plan again")
-        return result
-
-
-def block_bytes(matrices: Sequence[Matrix], owners: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    """Bytes per owner of each block."""
-    table: dict[str, dict[int, int]] = {}
-    for m in matrices:
-        row = table.setdefault(m.block, {})
-        row[owners[m.name]] = row.get(owners[m.name], 0) + m.nbytes
-    return table
-
-
-def least_block_bytes(matrices: Iterable[Matrix], pool_ranks: Mapping[str, int]) -> dict[str, int]:
-    """Per block, bytes that its largest owner has at least: the mean over the ranks of a pool, or the largest matrix.
-
-    Args:
-        pool_ranks: how many ranks may own the matrices of each pool.
-    """
-    least: dict[str, int] = {}
-    sums: dict[tuple[str, str], int] = {}
-    for m in matrices:
-        least[m.block] = max(least.get(m.block, 0), m.nbytes)
-        sums[m.block, m.pool] = sums.get((m.block, m.pool), 0) + m.nbytes
-    for (block, pool), total in sums.items():
-        least[block] = max(least[block], -(-total // max(1, pool_ranks[pool])))  # no ranks: refused elsewhere, by name
-    return least
+            raise ValueError(f"plan: field {error} is missing; plan again") from error
+        except (TypeError, IndexError) as error:
+            raise ValueError(f"plan: a field is ill-typed ({error}); plan again") from error
 
 
 def _shorten(rows: Sequence[str], loads: Sequence[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Fits the contention of predictions to published steps, and holds them against records of real runs here."""
+"""Fits the contention of predictions to published steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from common.programs import Sizes, initial_model
 from common.published import CASES, Case
-from common.validation import PROGRAMS as MEASURED
-from common.validation import MeasuredNetwork, alpha_beta, predicted_s, workload
 from dmuon.model.config import read_model
-from dmuon.solver import CostTable, Matrix, Rank, SolveOptions, plan
-from dmuon.tools.simulation.hardware import Collective, Topology
-from dmuon.tools.simulation.scenario import Machine, Scenario, Workload, plan_owners
+from dmuon.solver import Matrix, Rank, SolveOptions, plan
+from dmuon.tools.simulation.hardware import Topology
+from dmuon.tools.simulation.scenario import Scenario, Workload
 from dmuon.tools.simulation.step import step_s
 from dmuon.tools.simulation.wave_model import wave_costs
 
-RESULTS = Path(__file__).parents[1] / "results"
 _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 _SEQUENCE = 4096
 _HALF = 0.5  # of the peak, which AdamW's step should be near to
@@ -78,10 +74,10 @@ def scenario_of(case: Case) -> tuple[Scenario, float]:
     stage = last_stage(more, case.pp)
     blocks = {block.name for block in stage.blocks}
     matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in shapes if m.block in blocks]
-    costs = wave_costs(machine.device, Counter(m.shape for m in matrices), backend="torch")  # they are not dmuon
+    costs = wave_costs(machine.device, Counter(m.shape for m in matrices))
     ranks = [Rank(i, i // topology.gpus_per_node) for i in range(topology.world)]
-    owners = plan_owners(matrices, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0), topology)
-    base = Scenario(stage, owners, costs, Machine.from_hardware(machine), topology, kept=case.once)
+    owners = plan(matrices, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0))
+    base = Scenario(stage, owners, costs, machine, topology, kept=case.once)
     if case.over_flops is not None:
         return base, sequences * model.flops / case.pp / case.over_flops
     return base, case.over_s or 0.0
@@ -96,19 +92,14 @@ def last_stage(model: Workload, count: int) -> Workload:
     return replace(model, blocks=model.blocks[first:], ends=ends)
 
 
-def overhead(case: Case, base: Scenario, over_s: float, machine: Machine) -> tuple[float, float]:
+def overhead(case: Case, base: Scenario, over_s: float) -> tuple[float, float]:
     """Predicted ``program`` over ``over``, less 1, at the efficiency by which ``over`` takes as long as published."""
-    peak = case.machine.device.peak_flops
     efficiency = _HALF
-
-    def at(efficiency: float) -> Scenario:
-        return replace(base, machine=replace(machine, flops_per_s=peak * efficiency))
-
     for _ in range(4 if over_s else 0):
-        step = step_s(case.over, at(efficiency))
-        computes = base.workload.flops / peak / efficiency
+        step = step_s(case.over, replace(base, efficiency=efficiency))
+        computes = base.workload.flops / case.machine.device.peak_flops / efficiency
         efficiency = min(1.0, efficiency * computes / max(computes + over_s - step, 0.05 * computes))
-    found = at(efficiency)
+    found = replace(base, efficiency=efficiency)
     return step_s(case.program, found) / step_s(case.over, found) - 1, efficiency
 
 
@@ -119,8 +110,7 @@ def fit_published() -> tuple[float, float, list[Outcome]]:
     for case in CASES:
         base, over_s = scenario_of(case)
         bases.append(base)
-        machines = [replace(base.machine, contention=contention) for contention in _CONTENTION]
-        found.append([overhead(case, base, over_s, machine) for machine in machines])
+        found.append([overhead(case, replace(base, contention=term), over_s) for term in _CONTENTION])
         print(
             f"{case.name}: {base.workload.tokens:,} tokens, {found[-1][0][0]:+.1%} … {found[-1][-1][0]:+.1%}",
             flush=True,
@@ -147,72 +137,13 @@ def fit_published() -> tuple[float, float, list[Outcome]]:
     return _CONTENTION[chosen], float(np.sqrt(np.mean(np.square(left_out)))), outcomes
 
 
-# -- real runs here -------------------------------------------------------------------------------------------------
-
-
-def measured_here() -> list[Outcome]:
-    """Steps of two CPU ranks, with constants that were measured there; no term is fitted to them."""
-    record = json.loads((RESULTS / "simulation-cpu-2ranks.json").read_text())
-    constants = dict(record["constants_s"])
-    for size in ("small", "large"):
-        constants[f"all_to_all {size}"] = constants[f"all_gather {size}"]  # was not measured there
-    kinds: tuple[Collective, ...] = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-    sizes = Sizes(**{name: record["settings"][name] for name in ("layers", "width", "context", "batch")})
-    model = initial_model(sizes)
-    work = workload(model, sizes, constants)
-    matrices = [
-        Matrix(name, *p.shape, ".".join(name.split(".")[:2]))
-        for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("blocks.")
-    ]  # fmt: skip
-    steps = json.loads((RESULTS / "step-modes-cpu.json").read_text())["samples_ms"]
-    flops = CostTable.from_flops({m.shape for m in matrices})
-    scale = np.median(steps["N"]) * 1e6 / sum(flops.cost(m.shape, 1) for m in matrices)
-    machine = Machine(
-        1.0, 1 / constants["copy per byte"], 1 / constants["adamw per element"],
-        MeasuredNetwork({kind: alpha_beta(constants, kind) for kind in kinds}), ns_scale=float(scale),
-        communication_computes=True,
-    )  # fmt: skip
-    owners = plan(matrices, sizes.world, flops)
-    base = Scenario(work, owners, flops, machine, Topology(sizes.world, sizes.world))
-    predicted = {name: predicted_s(name, base) for name in (*MEASURED.values(), "exchanged")}
-    exchange = {
-        name: one["step"] / 1e3
-        for name, one in json.loads((RESULTS / "exchange-cpu.json").read_text())["programs"].items()
-    }
-    medians = {name: float(np.median(values)) / 1e3 for name, values in steps.items()}
-    found = []
-    for file, seconds in (("simulation-cpu-2ranks", record["measured_s"]), ("step-modes-cpu", medians)):
-        for name, program in MEASURED.items():
-            if program != "adamw":
-                found.append(_here(file, program, seconds[name], seconds["fsdp2 + adamw"], predicted))
-    for program, name in (
-        ("dedicated", "dedicated"),
-        ("gather", "gather-then-compute"),
-        ("exchanged", "exchanged async 1"),
-    ):
-        found.append(_here("exchange-cpu", program, exchange[name], exchange["fsdp2 + adamw"], predicted))
-    return found
-
-
-def _here(file: str, program: str, step: float, over: float, predicted: dict[Any, float]) -> Outcome:
-    measured, found = step / over - 1, predicted[program] / predicted["adamw"] - 1
-    error = found - measured
-    return Outcome("2 CPU ranks", program, "adamw", measured, found, error, error, False, f"bench/results/{file}.json")
-
-
 # -- all ------------------------------------------------------------------------------------------------------------
 
 
 def fit() -> dict[str, Any]:
     """Terms, error, and every case."""
     contention, error, published = fit_published()
-    here = measured_here()
-    return {
-        "terms": {"contention": contention},
-        "error": error,
-        "error_here": float(np.sqrt(np.mean([o.error**2 for o in here]))),
-        "cases": [asdict(o) for o in (*published, *here)],
-    }
+    return {"terms": {"contention": contention}, "error": error, "cases": [asdict(o) for o in published]}
 
 
 def report(result: dict[str, Any]) -> str:
@@ -228,6 +159,5 @@ def report(result: dict[str, Any]) -> str:
         "",
         f"terms: {terms}",
         f"error of a published case that was left out, root mean square: {result['error']:.4f}",
-        f"error of two CPU ranks here: {result['error_here']:.4f}",
     ]
     return "\n".join(lines)

@@ -127,11 +127,11 @@ CASES = (
     *_x_square("WallX (Qwen2.5-VL-3B), 128 A800", QWEN_VL_3B, (1690, 1790), (1492, 1522)),
     Case(
         "Qwen3-30B-A3B, 8 GB300", QWEN_30B, _GB300, "dedicated", 713 / 686 - 1, _NVIDIA, over_flops=713e12,
-        muon_share=35 / 686, grid={"world": 8, "ep": 8},
+        muon_share=35 / 686, grid={"world": 8},
     ),
     Case(
         "Kimi K2, 256 GB300", KIMI_K2, _GB300, "dedicated", 1051 / 1029 - 1, _NVIDIA, over_flops=1051e12,
-        muon_share=51 / 1029, grid={"world": 64, "ep": 64}, pp=4, once=True,
+        muon_share=51 / 1029, grid={"world": 64}, pp=4, once=True,
     ),
     Case(
         "Qwen3-32B, 256 GPUs (as H100)", QWEN_32B, hardware("h100"), "dedicated", 1 / 1.57 - 1, _CANZONA, over="gather",

@@ -45,7 +45,7 @@ class CommOptions:
         prefetch: blocks whose weights are on their way while another one computes, and that ``step()`` fills.
         outstanding_reductions: blocks whose gradients travel at once.
         merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights. 0 merges
-            nothing. ``dmuon-plan --recommend`` predicts what is worth merging.
+            nothing.
         hierarchical: refused. A mesh of ``("replicate", "shard")`` keeps what a message passes within the nodes.
         max_ctas: how many of a GPU's multiprocessors a collective of weights may occupy, on NCCL alone (its
             ``maxCTAs``): those of a rank that waits for an owner are lost to Newton–Schulz. ``None`` is NCCL's choice.
@@ -71,9 +71,7 @@ class CommOptions:
         check_integer("comm.outstanding_reductions", self.outstanding_reductions, 1)
         merge_bytes: object = self.merge_bytes
         if merge_bytes == "auto":
-            raise TypeError(
-                "comm.merge_bytes='auto' is no number; write the bytes that dmuon-plan --recommend prints, or 0"
-            )
+            raise TypeError("comm.merge_bytes='auto' is no number; write a number of bytes, or 0")
         check_integer("comm.merge_bytes", self.merge_bytes, 0)
         if self.max_ctas is not None:
             check_integer("comm.max_ctas", self.max_ctas, 1)

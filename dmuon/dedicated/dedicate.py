@@ -8,7 +8,7 @@ agreed, a fault is carried to the others instead of being raised, since they wou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from socket import gethostname
@@ -55,12 +55,14 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import excluded_modules, own_buffers, own_parameters
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
+from dmuon.kernels import Storage
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.matrix_spec import remember_spec
 from dmuon.model.routing import Exclude, Route, Select, notice, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, Speeds, check_options, describe_source, make_plan
+from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag
@@ -86,6 +88,9 @@ def dedicate_params(
     ranks: Speeds = None,
     comm: CommOptions | None = None,
     initialize: Initialize | None = None,
+    ns_coefficients: str | tuple[Any, ...] | None = None,
+    ns_steps: int | None = None,
+    ns_dtype: Storage | None = None,
 ) -> OwnerPlan:
     """Give every matrix of every block to one owner rank; afterwards the others hold zero-size placeholders.
 
@@ -137,6 +142,8 @@ def dedicate_params(
             Rank 0 calls it for some modules at a time, in the order of ``model.modules()``, and every rank keeps what
             it owns and what nobody owns: none ever holds the whole model. What it leaves alone is NaN, until a
             checkpoint is loaded. What writes to other modules' tensors is refused.
+        ns_coefficients, ns_steps, ns_dtype: as of ``dmuon.Muon``, which takes them from here and refuses others. Costs
+            are those of this run. None leaves them to the optimizer, and plans by its defaults.
 
     Returns:
         The plan: owners, predicted loads, and a report.
@@ -148,11 +155,17 @@ def dedicate_params(
     topology = check_mesh(mesh)
     options = comm if isinstance(comm, CommOptions) else CommOptions()
     group = make_group(mesh_device(mesh.device_type), [topology.ranks], "group", options.timeout)
+    told = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
+    ns_options = {name: value for name, value in told.items() if value is not None}
 
     def inspect() -> Inspected:
         check_options(costs, solve, plan, ranks)
         policy = checked_policy(mp_policy)
         check_flag("reshard_after_forward", reshard_after_forward)
+        try:
+            NsOptions.named(ns_options).check(mesh_device(mesh.device_type))
+        except (TypeError, ValueError) as fault:
+            raise type(fault)(f"ns_coefficients, ns_steps or ns_dtype: {fault}") from None
         if not (comm is None or isinstance(comm, CommOptions)):
             raise TypeError(f"comm must be a dmuon.CommOptions, got {type(comm).__name__}")
         options.check_backend(backend_of(group, mesh_device(mesh.device_type)))
@@ -164,6 +177,7 @@ def dedicate_params(
             "ranks": ranks,
             "comm": options,
             "initialize": "a function" if initialize is not None else None,
+            **told,
         }
         roots = checked_roots(model)
         whole = roots[""] if "" in roots else nn.ModuleList(roots.values())
@@ -201,9 +215,10 @@ def dedicate_params(
             hosts=hosts,
             pools=inspected.pools(context.topology),
             ranks=ranks,
+            ns=NsOptions.named(ns_options),
         )
         with _all_or_nothing(inspected.routes):
-            _own(inspected, result, context, initialize, keep=not reshard_after_forward)
+            _own(inspected, result, context, initialize, ns_options, keep=not reshard_after_forward)
         _tell(inspected.routes, result, context, "are freed" if reshard_after_forward else "stay")
     except BaseException:
         forget_groups()  # on all ranks: one of them may have been interrupted while something was under way
@@ -345,6 +360,7 @@ def _own(
     plan: OwnerPlan,
     comm: Comm,
     initialize: Initialize | None,
+    ns_options: Mapping[str, Any],
     *,
     keep: bool,
 ) -> None:
@@ -381,6 +397,7 @@ def _own(
     for inner in dedications(inspected.whole):
         inner.note_around(comm.topology.ranks)
     runtime = Runtime(inspected.roots, blocks, comm, plan)
+    runtime.ns_options = ns_options
     hook_state_dicts([*inspected.roots.values()], runtime)
     pools = inspected.pools(comm.topology)
     Dedication(inspected.roots, inspected.routes, pools, runtime)  # which stays on the model

@@ -89,6 +89,7 @@ class Runtime:
         self.buffers = list(dict.fromkeys(block.buffer for block in self.blocks))
         self.comm = comm
         self.plan = plan
+        self.ns_options: Mapping[str, Any] = {}  # that the optimizer takes from here
         self.generation = 0
         self._sync = self._all_reduce = self.reduces = True
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()

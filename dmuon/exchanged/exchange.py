@@ -26,6 +26,7 @@ from dmuon.layout.matrices import Region, Spread, numbered, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_dtensor, place_replicated, ranks_of_mesh
 from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
+from dmuon.planning.device_key import NsOptions
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
 from dmuon.step.residency import Options, Residency, Sharing, layouts_and_gradients, memberships
@@ -41,6 +42,7 @@ def exchange_for(
     names: Sequence[str],
     device: torch.device,
     last: Exchange | None,
+    ns: NsOptions,
 ) -> Exchange | None:
     """How an optimizer exchanges ``params``; None if every parameter is local to one rank. Collective.
 
@@ -50,6 +52,7 @@ def exchange_for(
         copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
         device: in case that there are no parameters.
         last: the same optimizer's before, whose process groups, and plans that still fit, are used again.
+        ns: how it orthogonalizes.
     """
     config = given or default_config(copies, params)
     if config is None or not (params or dist.is_initialized()):
@@ -68,7 +71,7 @@ def exchange_for(
     first = FirstError(through=(CollectiveError,))
     with first:  # ranks that share other matrices with this one must hear of whatever is raised
         if layouts is not None and assigned is recipe:
-            layouts = state[LAYOUTS] = plan(layouts, old)
+            layouts = state[LAYOUTS] = plan(layouts, old, ns)
             state["assignments"] = planned_owners(layouts, this_rank())
             owners = tuple(state["assignments"].values())
         elif params:

@@ -36,6 +36,7 @@ from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed,
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.planning.agreed_plan import Speeds, make_plan
 from dmuon.planning.cost_lookup import link_ns_per_byte
+from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
@@ -264,12 +265,13 @@ def _described_pieces(layout: ShardLayout) -> str:
 # -- who owns what --------------------------------------------------------------------------------------------------
 
 
-def plan(layouts: Layouts, last: Layouts | None = None) -> Layouts:
+def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = None) -> Layouts:
     """``layouts`` with plans of who owns what. Collective over the ranks that share parameters.
 
     Args:
         last: of the same optimizer before. Ranks that share the same matrices as then keep their plan: they agree on
             the matrices, and so on this as well.
+        ns: the Newton–Schulz run that costs are of; None: the default one.
     """
     options = layouts.recipe.options
     plans: dict[Ranks, OwnerPlan] = {}
@@ -284,7 +286,7 @@ def plan(layouts: Layouts, last: Layouts | None = None) -> Layouts:
             plans[ranks] = old
             continue
         with first:  # the ranks of the next domains wait for this one
-            plans[ranks] = _planned(domain, matrices, pools, options)
+            plans[ranks] = _planned(domain, matrices, pools, options, ns)
             if domain.position == 0:
                 _tell(plans[ranks], ranks)
     first.throw()
@@ -319,7 +321,11 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
 
 
 def _planned(
-    domain: Domain, matrices: list[Matrix], pools: list[frozenset[str]] | None, options: LayoutOptions
+    domain: Domain,
+    matrices: list[Matrix],
+    pools: list[frozenset[str]] | None,
+    options: LayoutOptions,
+    ns: NsOptions | None,
 ) -> OwnerPlan:
     said: list[tuple[str, Speeds]] = agree(domain.group, None, (gethostname(), options.ranks))
     other = next((rank for rank, (_, ranks) in zip(domain.ranks, said, strict=True) if ranks != said[0][1]), None)
@@ -339,6 +345,7 @@ def _planned(
         pools=pools,
         ns_per_byte=per_byte,
         ranks=options.ranks,
+        ns=ns,
     )
 
 

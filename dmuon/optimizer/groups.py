@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from dmuon.dedicated.dedication import dedication_of, dedications, undedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.runtime import runtime_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.makeup import (
     EMBEDDINGS,
@@ -30,6 +31,7 @@ from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, sp
 from dmuon.model.routing import UNINITIALIZED, Exclude, Route, Select, notice, route_parameters
 from dmuon.optimizer.options import check_names, check_options
 from dmuon.optimizer.wrapping import replicated_by_ddp
+from dmuon.planning.device_key import NS_DEFAULTS
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import flattened_by_fsdp1, local_tensor, unwrapped_for_ddp
 
@@ -360,6 +362,24 @@ def _ordered(params: Set[Any]) -> list[Tensor]:
     if not all(isinstance(p, OwnedTensor) for p in params):
         raise TypeError("params is a set, whose order differs between ranks; pass a list, or owned_parameters(model)")
     return sorted(params, key=lambda p: (p.keeper.name, p.fqn))  # several dedicated models may share names
+
+
+def inherit_ns(group: dict[str, Any]) -> None:
+    """Take what ``dedicate_params`` was told of Newton–Schulz for what the group leaves open; defaults for the rest.
+
+    Raises:
+        ValueError: the group says otherwise.
+    """
+    runtimes = dict.fromkeys(filter(None, map(runtime_of, group["params"])))
+    for name, value in [item for runtime in runtimes for item in runtime.ns_options.items()]:
+        if group[name] is not None and group[name] != value:
+            raise ValueError(
+                f"{name}={group[name]!r}, and dedicate_params was told {name}={value!r}, by which it chose owners; "
+                "leave it out here, or write the same in both"
+            )
+        group[name] = value
+    for name, value in NS_DEFAULTS.items():
+        group[name] = value if group[name] is None else group[name]
 
 
 def check_group(group: Mapping[str, Any], *, shards: bool) -> None:

@@ -24,6 +24,7 @@ from dmuon.optimizer.groups import (
     carry_over,
     check_group,
     groups_from,
+    inherit_ns,
     names_in,
     names_of,
     restore_specs,
@@ -35,6 +36,7 @@ from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.wrapping import Averagers, Wrapping, check_moment, find_residencies, replicated_by_ddp
+from dmuon.planning.device_key import NsOptions
 from dmuon.platform import host
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
@@ -67,10 +69,11 @@ class Muon(torch.optim.Optimizer):
         weight_decay: decoupled, multiplied by the base ``lr``.
         momentum, nesterov: as in ``torch.optim.Muon``.
         ns_coefficients: ``"polar_express"``, ``"you"``, ``"classic"``, ``"squares"``, or one or several ``(a, b, c)``.
-        ns_steps: Newton-Schulz steps; ``"squares"`` stands for five.
+            ``None``: as ``dedicate_params`` was told, else ``"polar_express"``.
+        ns_steps: Newton-Schulz steps; ``"squares"`` stands for five. ``None``: as ``dedicate_params`` was told, else 5.
         eps: lower clamp of the norm that scales a matrix before Newton-Schulz; 0 is exact.
-        ns_dtype: dtype of Newton-Schulz; ``None``: fp16 on CUDA, fp32 on the CPU. ``"mixed"``, on the CPU: the first
-            two steps in fp32, the others in bf16.
+        ns_dtype: dtype of Newton-Schulz; ``None``: as ``dedicate_params`` was told, else fp16 on CUDA, fp32 on the CPU.
+            ``"mixed"``, on the CPU: the first two steps in fp32, the others in bf16.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
             ``torch.optim.Muon``), ``"spectral"``, or ``f((m, n)) -> float``.
         adamw_lr: ``None`` means ``lr``.
@@ -100,8 +103,8 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: str | tuple[Any, ...] = "polar_express",
-        ns_steps: int = 5,
+        ns_coefficients: str | tuple[Any, ...] | None = None,
+        ns_steps: int | None = None,
         eps: float = 0.0,
         ns_dtype: Storage | None = None,
         adjust_lr_fn: str | Callable[[Any], float] | None = "match_rms_adamw",
@@ -248,6 +251,8 @@ class Muon(torch.optim.Optimizer):
             for group in routed_groups(param_group):
                 for name, value in (self._origin.muon if group["use_muon"] else self._origin.adamw).items():
                     group.setdefault(name, value)
+                if group["use_muon"]:
+                    inherit_ns(group)
                 check_group(group, shards=self._origin.config is not None)
                 super().add_param_group(as_group(group))
             if self._built:
@@ -277,7 +282,9 @@ class Muon(torch.optim.Optimizer):
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._origin.names)
         self._wrapping.note(self.param_groups)
-        residencies = find_residencies(muon, self._names, self._origin, self._device, self._exchange)
+        planned = next((g for g in self.param_groups if g["use_muon"] and g["params"]), None)
+        ns = NsOptions.named(planned or {})
+        residencies = find_residencies(muon, self._names, self._origin, self._device, self._exchange, ns)
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
         self._prefetch = 1 if self._exchange is None else self._exchange.prefetch

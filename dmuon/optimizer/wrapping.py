@@ -26,6 +26,7 @@ from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
 from dmuon.model.matrix_spec import fault_of
 from dmuon.optimizer.state import Origin
+from dmuon.planning.device_key import NsOptions
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (
     current_backward,
@@ -240,7 +241,12 @@ def _cut(new: Tensor, old: Tensor, value: Any, name: str) -> Any:
 
 
 def find_residencies(
-    params: Sequence[Tensor], names: Mapping[int, str], origin: Origin, device: torch.device, last: Exchange | None
+    params: Sequence[Tensor],
+    names: Mapping[int, str],
+    origin: Origin,
+    device: torch.device,
+    last: Exchange | None,
+    ns: NsOptions,
 ) -> list[Residency]:
     """Where the parameters of Muon live: those that dmuon owns first, and what is exchanged last.
 
@@ -250,6 +256,7 @@ def find_residencies(
         names: by ``id``.
         device: in case that there are no parameters.
         last: how the optimizer exchanged some before.
+        ns: how it orthogonalizes.
 
     Raises:
         ValueError: some cannot be laid out.
@@ -262,7 +269,7 @@ def find_residencies(
     others = [p for p in others if id(p) not in without]
     for fault in filter(None, map(fault_of, others)):
         raise ValueError(fault)
-    exchange = exchange_for(origin.config, origin.copies, others, [names[id(p)] for p in others], device, last)
+    exchange = exchange_for(origin.config, origin.copies, others, [names[id(p)] for p in others], device, last, ns)
     alone = [*idle, *(others if exchange is None else exchange.alone())]
     dedicated = dedicated_residencies(params)
     return [*dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from importlib import resources
 from typing import Any, Literal
 
 import torch
@@ -15,14 +19,19 @@ import torch.distributed as dist
 
 from dmuon.comm.agreement import agree, run_awaited
 from dmuon.comm.process_groups import broadcast_object, gather_objects, ranks_of
+from dmuon.kernels import user_cache_directory
 from dmuon.planning import cost_lookup
+from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import AGAIN, SOLVED, FoundCosts, OwnerPlan, PlanSource, reason_of
+from dmuon.platform.files import read_json, write_text
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions
 from dmuon.solver import plan as solve_plan
 
 _log = logger(__name__)
+
+_LONG_S = 0.5  # a solution that took longer is kept
 
 Speeds = Sequence[float] | None
 Costs = Literal["flops"] | str | os.PathLike[str] | CostTable | None
@@ -80,6 +89,7 @@ def make_plan(
     pools: Sequence[frozenset[str]] | None = None,
     ns_per_byte: float = 0.0,
     ranks: Speeds = None,
+    ns: NsOptions | None = None,
 ) -> OwnerPlan:
     """Find costs and solve, or take ``plan``, on rank 0; broadcast, and verify. Collective over ``group``.
 
@@ -88,6 +98,7 @@ def make_plan(
         pools: of every rank, the pools whose matrices it may own; None: all of them.
         ns_per_byte: what a byte of a matrix costs its owner, beside Newton–Schulz.
         ranks: how fast each rank of the job computes; None: all alike.
+        ns: the Newton–Schulz run that costs are of; None: the default one.
 
     Raises:
         ValueError: on every rank, when the costs are unusable, the solver failed, or the plan does not fit
@@ -96,7 +107,7 @@ def make_plan(
     """
     matrices = tuple(matrices)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    measured = None if plan is not None or not matrices else _find_costs(matrices, group, device, costs)
+    measured = None if plan is not None or not matrices else _find_costs(matrices, group, device, costs, ns)
 
     def choose() -> list[Any]:
         """Error, document and origin, on rank 0."""
@@ -146,7 +157,7 @@ def _choose(
         if ns_per_byte:
             table = table.with_transfer({m.shape: round(ns_per_byte * m.nbytes) for m in matrices})
         start = time.perf_counter()
-        solution = solve_plan(matrices, ranks, table, options)
+        solution = _solved(matrices, ranks, table, options)
         _log.debug(
             "planned %d matrices over %d ranks in %.3f s, at most %.2f %% above the best: %s, %s",
             len(matrices),
@@ -164,7 +175,31 @@ def _choose(
     return OwnerPlan.load(plan)
 
 
-def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: torch.device, costs: Costs) -> FoundCosts:
+def _solved(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: CostTable, options: SolveOptions) -> Plan:
+    """What the solver finds, or has found before: what took long is kept beside the costs, for the next start."""
+    sources = [item.read_bytes() for item in resources.files("dmuon.solver").iterdir() if item.name.endswith(".py")]
+    ordered = tuple(sorted(matrices, key=lambda m: m.name))
+    owners = [(r.index, r.node, r.speed, r.memory, None if r.pools is None else sorted(r.pools)) for r in ranks]
+    question = repr((sorted(sources), ordered, owners, table, options))
+    path = user_cache_directory() / f"plan-{hashlib.sha256(question.encode()).hexdigest()}.json"
+    with suppress(ValueError):  # nothing is there, or nothing that can be read: it is written anew
+        found = Plan.from_json(read_json(path))
+        if found.matrices == ordered:
+            return found
+    start = time.perf_counter()
+    solution = solve_plan(matrices, ranks, table, options)
+    if time.perf_counter() - start > _LONG_S and "failed" not in solution.reason:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(solution.to_json()))
+        except OSError as error:
+            _log.debug("%s cannot be written (%s): the next start solves again", path, error)
+    return solution
+
+
+def _find_costs(
+    matrices: Sequence[Matrix], group: dist.ProcessGroup, device: torch.device, costs: Costs, ns: NsOptions | None
+) -> FoundCosts:
     if isinstance(costs, CostTable):
         return FoundCosts(costs, "given")
     world = dist.get_world_size(group)
@@ -178,6 +213,7 @@ def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: to
         rank=dist.get_rank(group),
         device=device,
         costs=costs,
+        options=ns,
         share=share if world > 1 else None,
     )
 

@@ -72,7 +72,6 @@ class Timing:
 
     Attributes:
         variant: how Newton–Schulz ran, the fastest that was tried; empty where nothing else was tried than the rule.
-        unfinished: time was up before all was tried that might be faster; no part of files of earlier versions.
     """
 
     median_ns: int
@@ -80,7 +79,6 @@ class Timing:
     p90_ns: int
     n: int
     variant: str = ""
-    unfinished: bool = False
 
     def __post_init__(self) -> None:
         low, middle, high = self.p10_ns, self.median_ns, self.p90_ns
@@ -177,18 +175,6 @@ class CostCache:
         if self.key == key:
             return "exact"
         return "compatible" if self.key.strict == key.strict else "no"
-
-    def entries_for(self, key: CacheKey) -> Entries:
-        """The timings; with other compilers than ``key``'s, without naming kernels that were tried with these only.
-
-        The times stay, as near ones. These are the kernels of quack, which changes fast.
-        """
-        if self.key.compilers == key.compilers:
-            return self.entries
-        return {
-            shape: {k: replace(t, variant="") if " quack " in t.variant else t for k, t in batches.items()}
-            for shape, batches in self.entries.items()
-        }
 
     def table(self, shapes: Iterable[Shape]) -> CostTable:
         """The planner's costs for ``shapes``.

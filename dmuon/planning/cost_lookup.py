@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +28,7 @@ from dmuon.planning.cost_cache import (
 )
 from dmuon.planning.device_key import NsOptions, device_key
 from dmuon.planning.owner_plan import FoundCosts
-from dmuon.planning.profiler import build_kernels, measure, timing_bar, useful_batch_sizes
+from dmuon.planning.profiler import build_kernels, measure, useful_batch_sizes
 from dmuon.platform.log import logger
 from dmuon.solver import CostTable, Shape
 
@@ -39,11 +36,10 @@ Work: TypeAlias = Mapping[Shape, tuple[int, ...]]
 
 _log = logger(__name__)
 
-# What this process measured, and the least batches that ran out of memory. The next call measures neither again, also
-# where the cache cannot be written; it does try what did not fit the budget.
+# What this process measured. The next call does not measure it again, also where the cache cannot be written; it does
+# try what did not fit the budget or the memory.
 _lock = threading.Lock()
 _measured: dict[CacheKey, Entries] = {}
-_too_large: dict[CacheKey, dict[Shape, int]] = {}
 
 # Of an all-to-all that is measured.
 _PROBE_BYTES = 2**20
@@ -68,8 +64,7 @@ def find_costs(
     divided among the ranks, measured, and written to the user's cache by rank 0: batches of powers of two, as
     :func:`useful_batch_sizes` has them, up to the most matrices of a shape that one owner can get. Nothing is measured
     twice. What the budget does not reach is scaled from measured shapes by FLOPs, the table says so, and the next call
-    tries it again; and goes on where the search for the fastest form was cut short. Rank 0 shows progress on a
-    terminal, else logs one line.
+    tries it again.
 
     Args:
         counts: shape (small side, large side) to number of matrices.
@@ -104,12 +99,7 @@ def find_costs(
     entries, missing, source = found
     if missing:
         keys = [answer[0] for answer in answers]
-        unfinished = {(shape, k) for shape, sizes in missing.items() for k in sizes if k in entries.get(shape, {})}
-        measured = _measure_together(missing, unfinished, keys, rank, device, options, budget_s, share)
-        for shape, k in unfinished:
-            old, new = entries[shape][k], measured.get(shape, {}).get(k)
-            if new is not None and old.median_ns < new.median_ns:  # a search with less time may find less
-                measured[shape][k] = replace(old, unfinished=new.unfinished)
+        measured = _measure_together(missing, keys, rank, device, options, budget_s, share)
         entries = merge_entries(entries, measured)
         if measured:
             source = ", ".join(
@@ -151,7 +141,7 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
                 continue
             case "compatible":
                 _warn_compatible(name, cache.key, key)
-        entries = merge_entries(entries, cache.entries_for(key))
+        entries = merge_entries(entries, cache.entries)
         tiers.insert(0, f"{tier} {name}")
     return entries, ", ".join(tiers)
 
@@ -185,12 +175,9 @@ def _known(
     with _lock:
         if key in _measured:
             entries = merge_entries(entries, _measured[key])
-        too_large = dict(_too_large.get(key, {}))
     missing = {}
     for shape, most in _most_per_owner(counts, world, options, device).items():
-        sizes = [k for k in useful_batch_sizes(shape, most, device) if k < too_large.get(shape, math.inf)]
-        known = entries.get(shape, {})
-        lacking = tuple(k for k in sizes if k not in known or known[k].unfinished)
+        lacking = tuple(k for k in useful_batch_sizes(shape, most, device) if k not in entries.get(shape, {}))
         if lacking:
             missing[shape] = lacking
     wanted = {shape: entries[shape] for shape in counts if shape in entries}
@@ -232,7 +219,7 @@ def _explicit(path: str | os.PathLike[str], key: CacheKey, shapes: Iterable[Shap
             f"cost cache {os.fspath(path)}: no timing for {', '.join(lacking)}, estimated instead; "
             f"run dmuon-profile --shapes {','.join(lacking)}"
         )
-    return cache.entries_for(key)
+    return cache.entries
 
 
 def _warn_compatible(name: str, cached: CacheKey, key: CacheKey) -> None:
@@ -242,7 +229,6 @@ def _warn_compatible(name: str, cached: CacheKey, key: CacheKey) -> None:
 
 def _measure_together(
     missing: Work,
-    unfinished: Collection[tuple[Shape, int]],
     keys: list[CacheKey],
     rank: int,
     device: torch.device,
@@ -263,36 +249,23 @@ def _measure_together(
         load[worker] += flops
         if worker == rank:
             work.setdefault(shape, []).append(k)
-    if rank == 0 and not sys.stderr.isatty():
+    if rank == 0:
         name = keys[0].device
         _log.info("timing %d batches of the Muon update on %s, %g s per rank at most", len(cost), name, budget_s)
     # All together before anybody's clock runs: to compile takes the host's processors, on which launches wait.
     share(lambda: build_kernels(work, device=device, options=options))
     fault: str | None = None
     entries: Entries = {}
-    full: list[tuple[Shape, int]] = []
     try:
-        with timing_bar(work, keys[0].device) if rank == 0 else contextlib.nullcontext() as progress:
-            entries = measure(
-                work,
-                device=device,
-                options=options,
-                budget_s=budget_s,
-                unfinished=unfinished,
-                progress=progress,
-                too_large=lambda shape, k: full.append((shape, k)),
-            )
+        entries = measure(work, device=device, options=options, budget_s=budget_s)
     except Exception as error:  # the others wait in share
         fault = f"rank {rank}: measuring Newton–Schulz on {device} failed: {type(error).__name__}: {error}"
-    outcomes: list[Any] = share(lambda: (fault, entries, full))
+    outcomes: list[Any] = share(lambda: (fault, entries))
     merged: dict[Shape, dict[int, Timing]] = {}
-    for fault, entries, unfit in outcomes:
+    for fault, entries in outcomes:
         if fault is not None:
             raise RuntimeError(f"{fault}; pass costs='flops' to plan without measuring")
         merged = merge_entries(merged, entries)
-        with _lock:
-            least = _too_large.setdefault(keys[0], {})
-            least.update({shape: min(k, least.get(shape, k)) for shape, k in unfit})
     return merged
 
 

@@ -6,18 +6,29 @@ import ast
 import hashlib
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata, resources
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from dmuon.kernels import MIXED, Storage, check_storage, coefficient_sequence, newton_schulz_flops, storage_dtype
+from dmuon.kernels import (
+    MIXED,
+    Polynomial,
+    Storage,
+    check_storage,
+    coefficient_sequence,
+    newton_schulz_flops,
+    storage_dtype,
+)
 from dmuon.planning.cost_cache import CacheKey, CostCacheError
 from dmuon.solver import Shape
+
+NS_DEFAULTS: Mapping[str, Any] = {"ns_coefficients": "polar_express", "ns_steps": 5, "ns_dtype": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +39,22 @@ class NsOptions:
     steps: int = 5
     dtype: Storage | None = None
 
+    @classmethod
+    def named(cls, given: Mapping[str, Any]) -> NsOptions:
+        """Those that users write, and defaults for what is None or left out."""
+        return cls(*(value if given.get(name) is None else given[name] for name, value in NS_DEFAULTS.items()))
+
+    def check(self, device: torch.device) -> tuple[Polynomial, Storage]:
+        """The coefficients of each step, and the dtype of products on ``device``.
+
+        Raises:
+            TypeError, ValueError: they cannot be, or not together.
+        """
+        coefficients = coefficient_sequence(self.coefficients, self.steps)
+        storage = storage_dtype(torch.float32, device, self.dtype)
+        check_storage(coefficients, storage)
+        return coefficients, storage
+
     def flops(self, shape: Shape, device: torch.device) -> int:
         """Operations of one run on one matrix of ``shape``."""
         return int(newton_schulz_flops(shape, self.coefficients, self.steps, self.dtype, device))
@@ -35,9 +62,7 @@ class NsOptions:
 
 def device_key(device: torch.device, options: NsOptions) -> CacheKey:
     """What timings on ``device`` with ``options`` are valid for."""
-    coefficients = coefficient_sequence(options.coefficients, options.steps)  # validates both
-    storage = storage_dtype(torch.float32, device, options.dtype)
-    check_storage(coefficients, storage)
+    coefficients, storage = options.check(device)
     named = isinstance(options.coefficients, str)
     name, sm_count, cuda, driver, compilers = _cpu_name(), 0, "", "", ""
     if device.type == "cuda":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -67,9 +67,6 @@ def measure(
     device: torch.device,
     options: NsOptions | None = None,
     budget_s: float = 10.0,
-    unfinished: Collection[tuple[Shape, int]] = (),
-    progress: Callable[[Shape, int], None] | None = None,
-    too_large: Callable[[Shape, int], None] | None = None,
 ) -> dict[Shape, dict[int, Timing]]:
     """Time momentum, Newton–Schulz and weight update together, for each shape and batch size in ``work``.
 
@@ -80,15 +77,11 @@ def measure(
 
     Args:
         work: shape (small side, large side) to batch sizes.
-        unfinished: shapes and batch sizes of ``work`` whose search was cut short before. They come last, and each gets
-            all that is left: so every measurement finishes one of them at least.
-        progress: called with shape and batch size after each is timed or left out.
-        too_large: called with shape and batch size where the device's memory ran out; larger ones are not tried.
     """
     options = options or NsOptions()
     items = sorted(
         ((k, options.flops(shape, device), shape) for shape, sizes in work.items() for k in set(sizes)),
-        key=lambda item: ((item[2], item[0]) in unfinished, item[0], item[0] * item[1], item[2]),
+        key=lambda item: (item[0], item[0] * item[1], item[2]),
     )
     result: dict[Shape, dict[int, Timing]] = {}
     full: set[Shape] = set()
@@ -101,20 +94,13 @@ def measure(
         for index, (k, flops, shape) in enumerate(items):
             remaining = (deadline - time.perf_counter()) * 1e9
             if shape not in full and remaining > 2 * k * flops / rate:
-                again = (shape, k) in unfinished
-                share = remaining if again else remaining / (len(items) - index)
-                timing = _time_best(shape, k, device, options, clock, share, k * flops / rate, budget_s)
+                share = remaining / (len(items) - index)
+                timing = _time_best(shape, k, device, options, clock, share, k * flops / rate)
                 if timing is not None:
-                    if again and index == 0:  # more time than now it never has
-                        timing = replace(timing, unfinished=False)
                     rate = max(rate, k * flops / timing.median_ns)
                     result.setdefault(shape, {})[k] = timing
                 else:
-                    full.add(shape)
-                    if too_large is not None:
-                        too_large(shape, k)
-            if progress is not None:
-                progress(shape, k)
+                    full.add(shape)  # larger batches do not fit either
     return {shape: _isotonic(timings) for shape, timings in sorted(result.items())}
 
 
@@ -146,7 +132,7 @@ def build_kernels(
 def fastest_variant(shape: Shape, k: int, device: torch.device, options: NsOptions, *, seconds: float) -> Variant:
     """How ``k`` matrices of ``shape`` are updated fastest on ``device``, as far as ``seconds`` allow to try."""
     with _clock(device) as clock:
-        return _fastest(_Batch(shape, k, device), options, clock, seconds * 1e9, 0.0).best
+        return _fastest(_Batch(shape, k, device), options, clock, seconds * 1e9, 0.0)[0]
 
 
 def settled(timing: Timing) -> bool:
@@ -154,35 +140,10 @@ def settled(timing: Timing) -> bool:
     return timing.p90_ns - timing.p10_ns < _SPREAD * timing.median_ns
 
 
-@contextmanager
-def timing_bar(work: Mapping[Shape, Sequence[int]], device_name: str) -> Iterator[Callable[[Shape, int], None]]:
-    """A progress bar on stderr, if that is a terminal; yields what :func:`measure` takes as ``progress``."""
-    from tqdm import tqdm  # not where nothing shows progress: the GPU bench runs without
-
-    total = sum(len(set(sizes)) for sizes in work.values())
-    # disable=None: not where stderr is a file, which a bar would fill with one line per batch.
-    with tqdm(total=total, desc=f"timing on {device_name}", unit="batch", leave=False, disable=None) as bar:
-
-        def progress(shape: Shape, k: int) -> None:
-            bar.set_postfix_str(f"{shape[0]}x{shape[1]} x{k}", refresh=False)
-            bar.update()
-
-        yield progress
-
-
 def _rate(shape: Shape, device: torch.device, options: NsOptions, clock: Clock) -> float:
     update = _Batch(shape, 1, device).update(options)
     clock(update)
     return options.flops(shape, device) / min(clock(update) for _ in range(2))
-
-
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """What came of trying variants: the best, whether rivals were tried, and whether some were not for want of time."""
-
-    best: Variant
-    tried: bool
-    cut_short: bool
 
 
 def _time_best(
@@ -193,33 +154,25 @@ def _time_best(
     clock: Clock,
     share_ns: float,
     expected_ns: float,
-    budget_s: float = 0.0,
 ) -> Timing | None:
     """The time of the fastest variant, or ``None`` where one batch does not fit the device's memory."""
     started = time.perf_counter()
     try:
         batch = _Batch(shape, k, device)
-        found = _fastest(batch, options, clock, share_ns / 2, expected_ns, budget_s * 5e8)
+        best, tried = _fastest(batch, options, clock, share_ns / 2, expected_ns)
         spent_ns = (time.perf_counter() - started) * 1e9
-        named = str(found.best) if found.tried else ""
-        timing = _time_batch(batch.update(options, found.best), clock, share_ns - spent_ns, named)
-        return replace(timing, unfinished=found.cut_short)
+        return _time_batch(batch.update(options, best), clock, share_ns - spent_ns, str(best) if tried else "")
     except torch.OutOfMemoryError:
         return None
 
 
 def _fastest(
-    batch: _Batch,
-    options: NsOptions,
-    clock: Clock,
-    limit_ns: float,
-    expected_ns: float,
-    most_ns: float = 0.0,
-) -> _Search:
+    batch: _Batch, options: NsOptions, clock: Clock, limit_ns: float, expected_ns: float
+) -> tuple[Variant, bool]:
     """What a tuner finds within ``limit_ns``: the rule's variant, unless a rival is clearly faster and is right.
 
-    Args:
-        most_ns: a rival that takes more to try is left out for good.
+    Returns:
+        the variant, and whether any rival was tried.
     """
     started = time.perf_counter()
     sequence = coefficient_sequence(options.coefficients, options.steps)
@@ -234,15 +187,11 @@ def _fastest(
         return min(clock(update) for _ in range(_TRIALS))
 
     best_ns: int | None = None
-    cut_short = False
     for rivals in alternatives(batch.shape, batch.k, sequence, dtype, batch.device):
         for rival in rivals(best):
             spent_ns = (time.perf_counter() - started) * 1e9
             cost_ns = runs * (best_ns or expected_ns)
-            if rival == best:
-                continue
-            if spent_ns + cost_ns > limit_ns:
-                cut_short = cut_short or cost_ns <= most_ns
+            if rival == best or spent_ns + cost_ns > limit_ns:
                 continue
             best_ns = quick(best) if best_ns is None else best_ns
             try:
@@ -253,7 +202,7 @@ def _fastest(
                         best, best_ns = rival, rival_ns
             except Exception as error:  # a kernel that does not build or fit here is no reason not to train
                 warnings.warn(f"Newton–Schulz variant {rival} failed ({type(error).__name__}: {error}); not used")
-    return _Search(best, best_ns is not None, cut_short)
+    return best, best_ns is not None
 
 
 def _agrees(batch: _Batch, options: NsOptions, variant: Variant) -> bool:

@@ -13,7 +13,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.dedication import Dedication, dedication_of, dedications
 from dmuon.dedicated.matrix import resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
@@ -39,9 +38,8 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
     """Matrix by matrix what becomes of it and why, sums per rank, dtypes, warnings, and what the optimizer did last.
 
     Of each matrix: of which tensor it is a part, where it lies, its owner, the batched Newton-Schulz call that takes it
-    and with how many others, how that runs, its share of the time that the plan predicts for its owner, the bytes of
-    its weight and momentum on this rank, and the bytes that this rank sends and receives for it in a step of one
-    micro-batch. Communicates nothing, so that one rank may call it alone.
+    and with how many others, how that runs, and its share of the time that the plan predicts for its owner.
+    Communicates nothing, so that one rank may call it alone.
 
     Args:
         model: any; of one that did not go through ``dedicate_params`` the optimizer knows the owners.
@@ -164,13 +162,9 @@ def _made_of(param: Tensor, spec: MatrixSpec) -> tuple[str, int]:
 # -- matrices -------------------------------------------------------------------------------------------------------
 
 _HEAD = (
-    "matrix", "count", "shape", "lies", "owner", "batch", "Newton-Schulz", "predicted", "here", "travels", "made of",
-    "why",
+    "matrix", "count", "shape", "lies", "owner", "batch", "Newton-Schulz", "predicted", "made of", "why",
 )  # fmt: skip
-_LEGEND = (
-    "  batch: number of the batched call among those of its owner, and how many matrices that takes; here: weight and",
-    "  momentum on this rank; travels: what this rank sends and receives for it in a step of one micro-batch",
-)
+_LEGEND = ("  batch: number of the batched call among those of its owner, and how many matrices that takes",)
 
 
 def _matrices(tensors: Sequence[_Tensor], rows: Sequence[MatrixRow], max_rows: int | None) -> list[str]:
@@ -197,7 +191,7 @@ def _folded(tensors: Sequence[_Tensor], of_tensor: Mapping[str, Sequence[MatrixR
     for tensor in tensors:
         told = tensor.made_of, tensor.why, pattern(tensor.name)
         for row in of_tensor[tensor.name]:
-            kind = row.shape, pattern(row.lies), row.runs, row.predicted_ns is None, row.travels is None
+            kind = row.shape, pattern(row.lies), row.runs, row.predicted_ns is None
             alike.setdefault((told, kind), []).append((tensor, row))
         if not of_tensor[tensor.name]:
             alike.setdefault((told, tensor.shape), []).append((tensor, None))
@@ -217,12 +211,11 @@ def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRo
     made_of, why = ("", "") if tensor is None else (tensor.made_of, tensor.why)
     if not rows:
         assert tensor is not None
-        return name, count, shape_text(tensor.shape), *[""] * 7, made_of, why
-    first, here = rows[0], this_rank()
+        return name, count, shape_text(tensor.shape), *[""] * 5, made_of, why
+    first = rows[0]
     shape = first.shape if tensor is None or tensor.matrices > 1 else tensor.shape
     lies = dict.fromkeys(row.lies for row in rows)
     known = [row.predicted_ns for row in rows if row.predicted_ns is not None]
-    travels = [row.travels for row in rows if row.travels is not None]
     return (
         name,
         count,
@@ -232,8 +225,6 @@ def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRo
         _batches(rows),
         first.runs,
         "" if first.owner is None else time_text(sum(known) if known else None),
-        size_text(sum(row.held.get(here, 0) for row in rows)),
-        size_text(sum(travels)) if travels else "unknown",
         made_of,
         why,
     )
@@ -273,17 +264,17 @@ def _counts(muon: Sequence[_Tensor], rest: Sequence[_Tensor]) -> str:
 
 
 def _sums(sums: Mapping[GlobalRank, RankSums]) -> list[str]:
-    """What each rank owns and holds; of many ranks, those that own most and least."""
+    """What each rank owns; of many ranks, those that own most and least."""
     shown = list(sums)
     if len(shown) > _MOST_RANKS:
         by_load = sorted(shown, key=lambda rank: (-(sums[rank].predicted_ns or 0), -sums[rank].elements, rank))
         shown = [*by_load[: _MOST_RANKS // 2], *by_load[-_MOST_RANKS // 2 :]]
     rows = [
-        (f"rank {rank}", f"{one.matrices:,}", f"{one.elements:,}", time_text(one.predicted_ns), size_text(one.held))
+        (f"rank {rank}", f"{one.matrices:,}", f"{one.elements:,}", time_text(one.predicted_ns))
         for rank, one in ((rank, sums[rank]) for rank in shown)
     ]
     left = [f"  … and {len(sums) - len(shown)} more, which own as much as these or something in between"]
-    head = ("sums", "matrices", "elements", "predicted", "weights and momentum")
+    head = ("sums", "matrices", "elements", "predicted")
     return ["", "per rank", *table([head, *rows]), *(left if len(sums) > len(shown) else [])]
 
 
@@ -385,30 +376,15 @@ def mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.1f} MiB"
 
 
-def size_text(nbytes: int | None) -> str:
-    """Bytes in a unit that leaves some digits; empty for None."""
-    if nbytes is None:
-        return ""
-    if nbytes < 2**10:
-        return f"{nbytes} B"
-    return f"{nbytes / 2**10:.1f} KiB" if nbytes < 2**20 else mib(nbytes)
-
-
 def time_text(ns: float | None) -> str:
     """Predicted time."""
     return "not predicted" if ns is None else f"{ns / 1e6:.3f} ms"
 
 
 def ranks_text(owners: Iterable[GlobalRank | None]) -> str:
-    """Who owns how many of several matrices; a rank alone is just itself."""
-    counts = Counter(owner for owner in owners if owner is not None)
-    if len(counts) < 2:
-        return "".join(map(str, counts))
-    by_count: dict[int, list[GlobalRank]] = {}
-    for rank, count in sorted(counts.items()):
-        by_count.setdefault(count, []).append(rank)
-    parts = [f"{spans_text(ranks)}: {count} each" for count, ranks in sorted(by_count.items(), reverse=True)]
-    return ", ".join(parts[:_MOST_PARTS]) + (", …" if parts[_MOST_PARTS:] else "")
+    """Who owns some of several matrices."""
+    known = sorted({owner for owner in owners if owner is not None})
+    return spans_text(known) if known else ""
 
 
 def spans_text(numbers: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Matrix by matrix: who orthogonalizes it, in which batch, how, at what predicted cost, and what of it lies here."""
+"""Matrix by matrix: who orthogonalizes it, in which batch, how, and at what predicted cost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -14,12 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
-from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
-from dmuon.dedicated.matrix import OwnedMatrix, Part, resting
+from dmuon.dedicated.matrix import Part, resting
 from dmuon.exchanged.user_round import UserRound
-from dmuon.layout.matrices import Parcel, numbered
-from dmuon.layout.messages import parcel_messages
+from dmuon.layout.matrices import numbered
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
@@ -27,12 +24,9 @@ from dmuon.optimizer.groups import inside_ddp
 from dmuon.optimizer.muon import Muon
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
-from dmuon.report.accounting import buffer_messages, travel_bytes
 from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.rounds import Round
 from dmuon.step.update import numerics_of, variant_for
-
-_Held = Mapping[GlobalRank, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +43,6 @@ class MatrixRow:
         batch: matrices that this call takes, at most so many where ``call`` is None; 0 where nothing is known.
         runs: how Newton-Schulz runs; empty where this rank cannot tell.
         predicted_ns: its share of what the plan predicts for its owner; None where nothing is planned.
-        held: by rank, bytes of its weight and momentum that lie there.
-        travels: bytes of it that this rank sends or receives in a step of one micro-batch; None where only a user's
-            functions know.
     """
 
     tensor: str
@@ -63,8 +54,6 @@ class MatrixRow:
     batch: int
     runs: str
     predicted_ns: float | None
-    held: _Held
-    travels: int | None
 
     @property
     def numel(self) -> int:
@@ -73,12 +62,11 @@ class MatrixRow:
 
 @dataclass(frozen=True, slots=True)
 class RankSums:
-    """What one rank has of the matrices: those that it owns, and bytes of weights and momentum that lie there."""
+    """The matrices that one rank owns."""
 
-    matrices: int
-    elements: int
-    predicted_ns: float | None
-    held: int
+    matrices: int = 0
+    elements: int = 0
+    predicted_ns: float | None = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,29 +105,15 @@ def is_laid_out(optimizer: Muon) -> bool:
 
 
 def rank_sums(rows: Sequence[MatrixRow]) -> dict[GlobalRank, RankSums]:
-    """By rank, of all that this rank knows."""
-    counts: Counter[GlobalRank] = Counter()
-    elements: Counter[GlobalRank] = Counter()
-    predicted: Counter[GlobalRank] = Counter()
-    unknown: set[GlobalRank] = set()
-    alike: dict[int, tuple[_Held, int]] = {}  # matrices of a batch share what they say of it
+    """By rank, of all that this rank knows; what is not predicted of a matrix is not of its owner."""
+    sums: dict[GlobalRank, RankSums] = {}
     for row in rows:
-        alike[id(row.held)] = row.held, 1 + alike.get(id(row.held), (row.held, 0))[1]
         if row.owner is not None:
-            counts[row.owner] += 1
-            elements[row.owner] += row.numel
-            if row.predicted_ns is None:
-                unknown.add(row.owner)
-            else:
-                predicted[row.owner] += row.predicted_ns  # type: ignore[assignment]
-    held: Counter[GlobalRank] = Counter()
-    for by_rank, count in alike.values():
-        for rank, nbytes in by_rank.items():
-            held[rank] += count * nbytes
-    return {
-        rank: RankSums(counts[rank], elements[rank], None if rank in unknown else float(predicted[rank]), held[rank])
-        for rank in sorted(counts.keys() | held.keys())
-    }
+            one = sums.get(row.owner, RankSums())
+            unknown = one.predicted_ns is None or row.predicted_ns is None
+            predicted = None if unknown else one.predicted_ns + row.predicted_ns  # type: ignore[operator]
+            sums[row.owner] = RankSums(one.matrices + 1, one.elements + row.numel, predicted)
+    return dict(sorted(sums.items()))
 
 
 def _calls(optimizer: Muon) -> Iterator[_Call]:
@@ -195,8 +169,6 @@ def _owned(
                     batch=batch,
                     runs=runs,
                     predicted_ns=of_owner.ns,
-                    held=_held_of_part(matrix, part, dedication, with_momentum=group is not None),
-                    travels=_travels_of_part(buffer, matrix, part, group),
                 )
                 rows.append(row)
     return rows
@@ -207,24 +179,6 @@ def _owner(part: Part, dedication: Dedication) -> GlobalRank:
     if part.parcel is None:
         return comm.ranks[part.owner]
     return comm.topology.rank_at(part.at.r, part.at.s, part.parcel.owner)
-
-
-def _held_of_part(matrix: OwnedMatrix, part: Part, dedication: Dedication, *, with_momentum: bool) -> _Held:
-    topology, itemsize = dedication.runtime.comm.topology, matrix.master.dtype.itemsize * (2 if with_momentum else 1)
-    if part.parcel is None:
-        return {dedication.runtime.comm.ranks[part.owner]: part.numel * itemsize}
-    pieces = part.parcel.pieces.items()
-    return {topology.rank_at(part.at.r, part.at.s, t): piece.numel * itemsize for t, piece in pieces}
-
-
-def _travels_of_part(buffer: OwnedBuffer, matrix: OwnedMatrix, part: Part, group: Mapping[str, Any] | None) -> int:
-    """Without the padding of its buffer."""
-    comm = buffer.comm
-    parts = {part.at.r: part.numel} if part.at.s == comm.at.s else {}
-    nbytes = sum(message.nbytes for message in buffer_messages(buffer, {part.at.s: part.numel}, parts))
-    if part.parcel is not None and comm.tensor is not None and part.owner == comm.position and group is not None:
-        nbytes += _parcel_bytes(part.parcel, comm.tensor.position, group, matrix.master.dtype, comm.device)
-    return nbytes
 
 
 # -- everything else ------------------------------------------------------------------------------------------------
@@ -238,7 +192,6 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
         if isinstance(call.batch, SharedBatch) and len(call.batch.parcel.holders) > 1:
             owned.setdefault(id(call.batch.domain), Counter())[_kind(call.batch)] += call.batch.count
     shares: dict[int, Mapping[_Kind, _Share]] = {}
-    places: dict[object, tuple[str, _Held]] = {}
     rows = []
     for call in calls:
         batch = call.batch
@@ -249,23 +202,16 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
             if domain not in shares:
                 shares[domain] = _shares(plans[batch.domain.ranks], owned[domain])
             predicted = shares[domain][_kind(batch)].ns
-        alike = (id(batch.domain), id(batch.parcel.spread)) if isinstance(batch, SharedBatch) else batch.shape
-        place = alike, local_tensor(batch.params[0]).dtype, _placed(batch.params[0]), whole
-        if whole or place not in places:  # made once for all that lie alike: each is as long as there are ranks
-            places[place] = _lies(batch, whole=whole), _held_of_batch(batch, whole=whole)
-        lies, held = places[place]
         row = MatrixRow(
             tensor="",
             number=None,
             shape=tuple(batch.params[0].shape) if whole else batch.shape,
-            lies=lies,
+            lies=_lies(batch, whole=whole),
             owner=call.owner,
             call=call.number,
             batch=0 if whole else batch.count,
             runs=call.runs,
             predicted_ns=predicted,
-            held=held,
-            travels=None if whole else _travels_of_batch(batch, optimizer.param_groups[call.round_.index]),
         )
         labels = [(param, None) for param in batch.params] if whole else batch.labels
         rows += [replace(row, tensor=names[id(param)], number=number) for param, number in labels]
@@ -301,8 +247,6 @@ def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]
                 batch=len(numbers),
                 runs=str(runs),
                 predicted_ns=None,
-                held={owner: m * n * (local.element_size() + momentum.itemsize)},
-                travels=0,
             )
             yield from (replace(row, number=number) for number in numbers)
 
@@ -323,33 +267,6 @@ def _placed(param: Tensor) -> str:
 
 def _ranks(ranks: Sequence[GlobalRank]) -> str:
     return " ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} … {ranks[-1]} ({len(ranks)})"
-
-
-def _held_of_batch(batch: Batch, *, whole: bool) -> _Held:
-    """Of each matrix."""
-    param = batch.params[0]
-    itemsize = local_tensor(param).element_size() + batch.dtype.itemsize
-    if isinstance(batch, SharedBatch):
-        pieces = batch.parcel.pieces.items()
-        return {batch.domain.ranks[position]: piece.numel * itemsize for position, piece in pieces}
-    if whole:
-        return {this_rank(): local_tensor(param).numel() * itemsize}
-    m, n = batch.shape
-    return {this_rank(): m * n * itemsize}
-
-
-def _travels_of_batch(batch: Batch, group: Mapping[str, Any]) -> int:
-    """Of each matrix."""
-    if not isinstance(batch, SharedBatch):
-        return 0
-    return _parcel_bytes(batch.parcel, batch.domain.position, group, batch.dtype, batch.device) // batch.parcel.count
-
-
-def _parcel_bytes(
-    parcel: Parcel, position: Position, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> int:
-    """What the rank at ``position`` sends and gets."""
-    return sum(m.nbytes for m in parcel_messages(parcel, position, *travel_bytes(group, dtype, device)))
 
 
 # -- predictions ----------------------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ BAD_COMM: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"outstanding_reductions": True}, TypeError, "comm.outstanding_reductions must be an integer, got True"),
     ({"merge_bytes": -5}, ValueError, "comm.merge_bytes must be at least 0, got -5"),
     ({"merge_bytes": 1.5}, TypeError, "comm.merge_bytes must be an integer, got 1.5"),
-    ({"merge_bytes": "auto"}, TypeError, "comm.merge_bytes='auto' is no number; write the bytes that dmuon-plan"),
+    ({"merge_bytes": "auto"}, TypeError, "comm.merge_bytes='auto' is no number; write a number of bytes"),
     ({"max_ctas": 0}, ValueError, "comm.max_ctas must be at least 1, got 0"),
     ({"asynchronous": 0}, TypeError, "comm.asynchronous must be True or False, got 0"),
     ({"timeout": 30}, TypeError, "comm.timeout must be a datetime.timedelta or None, got 30"),

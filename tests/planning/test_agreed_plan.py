@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.assertions import assert_equal_weights, assert_same_bits, raised_by
 from harness.inside import default_store
 from harness.network import full_state, is_matrix, loss_of, shard
 from harness.on_ranks import on_ranks
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
+from dmuon.kernels import user_cache_directory
 from dmuon.planning import agreed_plan
 from dmuon.platform import host
 from dmuon.solver import Plan, SolveOptions
@@ -409,3 +411,24 @@ def test_summoning_keeps_fp32_precision(rank: int, world: int, own_dtype: bool) 
             if is_matrix(name):
                 wanted = start[name] + 1e-6 if name == "blocks.0.mix.weight" else start[name]
                 assert torch.equal(param, wanted), name
+
+
+@on_ranks(2)
+def test_a_restart_solves_nothing_again(rank: int, world: int) -> None:
+    """Unless something that the plan depends on is another; a file that cannot be read is written anew."""
+    costs = dmuon.solver.CostTable({(13, 13): {1: 71}, (13, 29): {1: 101}})
+    with mock.patch.object(agreed_plan, "_LONG_S", 0.0):
+        _, first = dedicated(rank, world, costs=costs)
+    stop = mock.patch.object(agreed_plan, "solve_plan", side_effect=RuntimeError("solved"))
+    with stop:
+        _, again = dedicated(rank, world, costs=costs)
+        other = raised_by(lambda: dedicated(rank, world, costs=costs, solve=SolveOptions(gap_target=0.02)))
+    assert again.digest == first.digest and again.solution == first.solution
+    assert other.matches(ValueError, "solved"), other
+    if rank == 0:
+        for path in user_cache_directory().glob("plan-*.json"):
+            path.write_text("{")
+    dist.barrier()
+    with stop:
+        broken = raised_by(lambda: dedicated(rank, world, costs=costs))
+    assert broken.matches(ValueError, "solved"), broken

@@ -6,7 +6,6 @@ import os
 import stat
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -34,31 +33,21 @@ def fresh(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measurements(monkeypatch):
-    """Every (shape, k) that is measured; timings are 1000 ns a matrix. Of it ``cut_short`` is what ``measure`` says."""
-    seen = Measured()
+    """Every (shape, k) that is measured; timings are 1000 ns a matrix."""
+    seen = []
 
-    def fake(work, *, device, options, budget_s, unfinished, progress=None, too_large=None):
+    def fake(work, *, device, options, budget_s):
         seen.extend((shape, k) for shape, sizes in work.items() for k in sizes)
-        seen.known_unfinished |= set(unfinished)
-        return {
-            shape: {k: replace(timing(1000 * k * shape[0]), unfinished=(shape, k) in seen.cut_short) for k in sizes}
-            for shape, sizes in work.items()
-        }
+        return {shape: {k: timing(1000 * k * shape[0]) for k in sizes} for shape, sizes in work.items()}
 
     monkeypatch.setattr(costs, "measure", fake)
-    monkeypatch.setattr(costs, "build_kernels", lambda work, **_: seen.built.append(dict(work)))
+    monkeypatch.setattr(costs, "build_kernels", lambda work, **_: None)
     return seen
-
-
-class Measured(list):
-    def __init__(self):
-        self.cut_short, self.known_unfinished, self.built = set(), set(), []
 
 
 def forget():
     """As a new process would start."""
     costs._measured.clear()
-    costs._too_large.clear()
 
 
 @pytest.fixture
@@ -168,24 +157,6 @@ def test_what_the_budget_does_not_reach_is_scaled_from_its_neighbour_and_flagged
     assert table.sources[16, 16] == "measured"
 
 
-def test_what_ran_out_of_memory_is_not_tried_again_on_any_rank(monkeypatch):
-    asked = []
-
-    def small_memory(work, *, too_large, **_):
-        asked.extend((shape, k) for shape, sizes in work.items() for k in sizes)
-        for shape, sizes in work.items():
-            if shape == (16, 16) and max(sizes) > 1:
-                too_large(shape, max(2, min(sizes)))
-        return {shape: {1: timing(100)} for shape, sizes in work.items() if 1 in sizes}
-
-    monkeypatch.setattr(costs, "measure", small_memory)
-    together(2, {(16, 16): 8, (24, 24): 2})
-    assert {k for shape, k in asked if shape == (16, 16)} == {1, 2, 4, 8}
-    asked.clear()
-    together(2, {(16, 16): 8, (24, 24): 2})
-    assert asked == [((24, 24), 2)], "only what the budget may not have reached"
-
-
 @pytest.mark.pitfall("P50")
 @pytest.mark.parametrize("content", ["", "{", '{"schema": 9}', "NaN"])
 def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, key, content):
@@ -215,32 +186,6 @@ def test_a_pipe_in_the_users_cache_is_named_left_and_done_without(measurements, 
 
 
 @pytest.mark.pitfall("P93")
-def test_a_search_that_was_cut_short_is_finished_by_the_next_process(measurements, key):
-    measurements.cut_short = {((16, 16), 2), ((24, 24), 1)}
-    alone()
-    assert costs.CostCache.load(costs.user_cache_path(key)).entries[24, 24][1].unfinished
-    for left in ({((24, 24), 1)}, set()):
-        forget()
-        measurements.clear()
-        before, measurements.cut_short = measurements.cut_short, left
-        measurements.known_unfinished = set()
-        alone()
-        assert set(measurements) == measurements.known_unfinished == before
-    forget()
-    measurements.clear()
-    alone()
-    assert measurements == []
-
-
-@pytest.mark.pitfall("P93")
-def test_what_an_unfinished_search_has_found_stands_until_something_faster_is(measurements, key):
-    found = costs.Timing(5, 5, 5, 9, "gram r2 split by1", unfinished=True)
-    costs.CostCache(key, {(24, 24): {1: found}}).save(costs.user_cache_path(key))
-    assert costs.find_costs({(24, 24): 1}, world=1, rank=0, device=CPU).variants == {(24, 24): {1: found.variant}}
-    assert costs.CostCache.load(costs.user_cache_path(key)).entries == {(24, 24): {1: replace(found, unfinished=False)}}
-
-
-@pytest.mark.pitfall("P93")
 def test_all_ranks_build_their_kernels_before_any_measures(measurements, monkeypatch):
     order = []
     monkeypatch.setattr(costs, "build_kernels", lambda work, **_: (time.sleep(0.1 * RANK.index), order.append("built")))
@@ -263,24 +208,6 @@ def test_another_torchs_costs_are_used_with_a_warning(measurements, keep):
     with pytest.warns(UserWarning, match=r"other versions \(torch 2.11.0 → .*run dmuon-profile"):
         table, _ = alone()
     assert table.costs[16, 16][1] == 7 and measurements == []
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-def test_what_was_measured_with_another_quack_is_not_carried_over(measurements, key, keep, tmp_path, explicit):
-    """Its time is."""
-    variant = "gram r2 quack by4"
-    path = tmp_path / "mine.json" if explicit else costs.user_cache_path(replace(key, compilers="triton 3.5.0"))
-    for compilers, named in (("triton 3.5.0", {}), (key.compilers, {1: variant})):
-        path.unlink(missing_ok=True)
-        costs.CostCache(replace(key, compilers=compilers), {(16, 16): {1: costs.Timing(7, 7, 7, 9, variant)}}).save(
-            path
-        )
-        forget()
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            found = costs.find_costs({(16, 16): 1}, world=1, rank=0, device=CPU, costs=path if explicit else None)
-        assert found.variants.get((16, 16), {}) == named and found.table.costs[16, 16][1] == 7
-        assert any("compilers triton 3.5.0 → " in str(w.message) for w in told) == (not named)
 
 
 def test_a_shipped_profile_is_used_after_the_users_cache(measurements, monkeypatch, keep, tmp_path):

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions
+from dmuon.solver import CostTable, Matrix, Plan
 from dmuon.tools.simulation import hardware, scenario, step
 
 SECOND = 10**9
 
 
-class Fixed(hardware.Network):
-    """Every collective of a kind takes as long as the next."""
-
-    def __init__(self, figures: dict[hardware.Collective, float]) -> None:
-        super().__init__(hardware.Link(0.0, 1.0), hardware.Link(0.0, 1.0))
-        object.__setattr__(self, "figures", figures)
-
-    def travel(self, kind: hardware.Collective, ring: hardware.Ring, nbytes: float, calls: int = 1) -> hardware.Travel:
-        return hardware.Travel(0.0, calls * self.figures[kind] if ring.size > 1 and nbytes else 0.0)
+# Every collective of a kind takes as long as the next.
+SLOW = {"broadcast": 3.0, "reduce": 5.0, "all_gather": 4.0, "reduce_scatter": 6.0, "all_reduce": 1.0, "all_to_all": 2.0}
+FREE = dict.fromkeys(SLOW, 0.0)
+REDUCING = SLOW | {"broadcast": 0.0, "reduce": 50.0, "all_reduce": 0.0}
+DEVICE = replace(hardware.HARDWARE["h200"].device, peak_flops=1.0, memory_bandwidth=math.inf)
 
 
-SLOW = Fixed(
-    {"broadcast": 3.0, "reduce": 5.0, "all_gather": 4.0, "reduce_scatter": 6.0, "all_reduce": 1.0, "all_to_all": 2.0}
-)
-FREE = Fixed(dict.fromkeys(SLOW.figures, 0.0))
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    figures = getattr(request, "param", SLOW)
+
+    def travel(_: object, kind: str, ring: hardware.Ring, nbytes: float, calls: int = 1) -> hardware.Travel:
+        return hardware.Travel(0.0, calls * figures[kind] if ring.size > 1 and nbytes else 0.0)
+
+    monkeypatch.setattr(step, "travel", travel)
 
 
 def owned_by(*owners: int, world: int) -> Plan:
@@ -44,25 +43,25 @@ def owned_by(*owners: int, world: int) -> Plan:
     )
 
 
-def case(*owners: int, world: int = 2, network: Fixed = SLOW, **grid: int) -> scenario.Scenario:
+def case(*owners: int, world: int = 2, **grid: int) -> scenario.Scenario:
     """Blocks of 10 s forward and 20 s backward, one matrix each; copies and AdamW take no time."""
     blocks = tuple(scenario.Block(f"b{i}", 10.0, 20.0, 16, 0) for i in range(len(owners)))
     return scenario.Scenario(
         scenario.Workload(blocks, scenario.Block("ends", 0.0, 0.0, 0, 0), 1),
         owned_by(*owners, world=world),
         CostTable({(4, 4): {1: 7 * SECOND}}),
-        scenario.Machine(1.0, math.inf, math.inf, network),
+        replace(hardware.HARDWARE["h200"], device=DEVICE),
         hardware.Topology(world, **grid),
+        efficiency=1.0,
+        contention=0.0,
     )
 
 
 TWO = case(0, 1)
-COMPUTING = replace(TWO, machine=replace(TWO.machine, communication_computes=True))
 KEPT = replace(TWO, kept=True)
-HALVED = replace(TWO, machine=replace(TWO.machine, ns_bytes=2))
-REDUCING = Fixed(SLOW.figures | {"broadcast": 0.0, "reduce": 50.0, "all_reduce": 0.0})
 
 
+@pytest.mark.usefixtures("network")
 @pytest.mark.parametrize(
     ("name", "scenario", "seconds"),
     [
@@ -74,17 +73,12 @@ REDUCING = Fixed(SLOW.figures | {"broadcast": 0.0, "reduce": 50.0, "all_reduce":
         ("adamw", TWO, 4 + 20 + 4 + 40 + 6),
         ("adamw", KEPT, 4 + 20 + 40 + 6),
         ("gather", TWO, 4 + 20 + 4 + 40 + 6 + 2 * 4 + 2 * 7),
-        # As AdamW; both momenta go to their owners in one all-to-all with one other rank, and both updates back.
-        ("exchanged", TWO, 4 + 20 + 4 + 40 + 6 + 2 + 7 + 2),
-        # In half precision all ranks add up norms before that: 1.
-        ("exchanged", HALVED, 4 + 20 + 4 + 40 + 6 + 1 + 2 + 7 + 2),
+        # As AdamW; all ranks add up norms, 1; both momenta go to their owners in one all-to-all, and both updates back.
+        ("exchanged", TWO, 4 + 20 + 4 + 40 + 6 + 1 + 2 + 7 + 2),
         # Full copies are not gathered; an all-reduce of gradients 1, and each owner's update goes to the other: 2 x 3.
         ("exchanged", case(0, 1, replicate=2), 60 + 1 + 7 + 2 * 3),
         # The next forward waits for the slowest owner.
         ("dedicated", case(0, 0), 3 + 20 + 3 + 40 + 5 + 2 * 7),
-        # Two reductions may be on their way. Backward ends at 50 + 20 + …: b3's reduction starts at 60, each takes 50
-        # and they follow one another.
-        ("dedicated", case(0, 1, 0, 1, network=REDUCING), 40 + 20 + 4 * 50 + 14),
         # Replicas publish and reduce across and fill nothing. Publish b0 3; forward hides that of b1; reduction over
         # replicas 5; Newton–Schulz 7.
         ("dedicated", case(0, 1, replicate=2), 3 + 20 + 40 + 5 + 7),
@@ -95,22 +89,24 @@ REDUCING = Fixed(SLOW.figures | {"broadcast": 0.0, "reduce": 50.0, "all_reduce":
         ("dedicated", case(0, 1, tp=2), 5 + 5 + 10 + 10 + 7),
         # All wait for a rank of half the speed.
         ("adamw", replace(TWO, speed=0.5), 4 + 40 + 4 + 80 + 6),
-        # Communication that computes hides nothing.
-        ("dedicated", COMPUTING, 4 * 3 + 60 + 2 * 5 + 7),
-        ("adamw", COMPUTING, 4 * 4 + 60 + 2 * 6),
-        # Without communication a step is its computation.
-        ("dedicated", case(0, 0, 1, network=FREE), 90 + 14),
-        ("adamw", case(0, 0, 1, network=FREE), 90),
     ],
 )
 def test_steps_by_hand(name: step.Program, scenario: scenario.Scenario, seconds: float) -> None:
     assert step.step_s(name, scenario) == pytest.approx(seconds)
 
 
-def test_merged_blocks_communicate_as_one() -> None:
-    # Of two owners in one launch: twice 3 and twice 5. Nothing hides the fill and the refill.
-    assert step.step_s("dedicated", TWO.merged(2)) == pytest.approx(2 * 3 + 20 + 40 + 2 * 3 + 2 * 5 + 7)
-    assert step.step_s("dedicated", TWO.merged(1)) == step.step_s("dedicated", TWO)
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("network", [FREE], indirect=True)
+def test_without_communication_a_step_is_its_computation() -> None:
+    assert step.step_s("dedicated", case(0, 0, 1)) == pytest.approx(90 + 14)
+    assert step.step_s("adamw", case(0, 0, 1)) == pytest.approx(90)
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("network", [REDUCING], indirect=True)
+def test_two_reductions_may_be_on_their_way() -> None:
+    # Backward ends at 50 + 20 + …: b3's reduction starts at 60, each takes 50 and they follow one another.
+    assert step.step_s("dedicated", case(0, 1, 0, 1)) == pytest.approx(40 + 20 + 4 * 50 + 14)
 
 
 def test_the_table_of_messages_by_hand() -> None:
@@ -128,64 +124,15 @@ def test_the_table_of_messages_by_hand() -> None:
     ]
     exchanged = [message for message in step.messages("exchanged", TWO) if message.block is None]
     assert exchanged == [
-        step.Message("parts", None, "replica", "all_to_all", 16.0 * 4),
-        step.Message("updates", None, "replica", "all_to_all", 16.0 * 4),
+        step.Message("parts", None, "replica", "all_to_all", 16.0 * 2),
+        step.Message("updates", None, "replica", "all_to_all", 16.0 * 2),
         step.Message("norms", None, "replica", "all_reduce", 2 * 8),
     ]
 
 
-def experts(world: int, ep: int, **grid: int) -> scenario.Scenario:
-    """One block: a 4 × 4 matrix and eight experts in one tensor, which ranks divide; tokens take 2 s each way."""
-    names = ["b0.w", *(f"b0.mlp.experts.up[{i}]" for i in range(8))]
-    matrices = tuple(Matrix(name, 4, 4, "b0") for name in sorted(names))
-    costs = CostTable({(4, 4): {1: 7 * SECOND}})
-    topology = hardware.Topology(world, ep=ep, **grid)
-    owners = scenario.plan_owners(matrices, [Rank(i) for i in range(world)], costs, SolveOptions(), topology)
-    block = scenario.Block("b0", 10.0, 20.0, 9 * 16, 0, 8 * 16, 64.0)
-    workload = scenario.Workload((block,), scenario.Block("ends", 0.0, 0.0, 0, 0), 1)
-    return scenario.Scenario(workload, owners, costs, scenario.Machine(1.0, math.inf, math.inf, SLOW), topology)
-
-
-@pytest.mark.parametrize(
-    ("name", "ep", "seconds"),
-    [
-        # Tokens there and back before forward and backward, 2 s each; each rank has two experts for
-        # itself. Gather and reduce-scatter the shared matrix: 4 forward, 4 backward, 6.
-        ("adamw", 4, 4 + (4 + 10) + 4 + (4 + 20) + 6),
-        # One rank owns the shared matrix beside two experts: 3 broadcast, 5 reduced, three batches.
-        ("dedicated", 4, 3 + (4 + 10) + 3 + (4 + 20) + 5 + 3 * 7),
-        # Every rank orthogonalizes the shared matrix and its own experts.
-        ("gather", 4, 4 + (4 + 10) + 4 + (4 + 20) + 6 + 4 + 3 * 7),
-        # Two ranks share four experts: another gather beside the first, by the same link.
-        ("adamw", 2, 2 * 4 + (4 + 10) + 2 * 4 + (4 + 20) + 2 * 6),
-    ],
-)
-def test_experts_by_hand(name: step.Program, ep: int, seconds: float) -> None:
-    scenario = experts(4, ep)
-    assert step.step_s(name, scenario) == pytest.approx(seconds)
-    assert step.newton_schulz_s("gather", scenario) == 7 + 56 / ep
-
-
-def test_experts_that_a_rank_has_whole_are_not_exchanged() -> None:
-    assert {m.group for m in step.messages("exchanged", experts(4, 4)) if m.block is None} == {"replica"}
-    assert {m.group for m in step.messages("exchanged", experts(4, 2)) if m.block is None} == {
-        "replica",
-        "expert shard",
-    }
-
-
+@pytest.mark.usefixtures("network")
 def test_contention_is_of_owners_alone() -> None:
-    slowed = replace(TWO, machine=replace(TWO.machine, contention=0.1))
+    slowed = replace(TWO, contention=0.1)
     assert step.step_s("adamw", slowed) == step.step_s("adamw", TWO)
     # Beside 3 s of b1's fill, 3 of b0's refill and 5 of b1's reduction behind that.
     assert step.step_s("dedicated", slowed) == pytest.approx(step.step_s("dedicated", TWO) + 0.1 * (3 + 3 + 5))
-
-
-def test_what_does_not_belong_together_is_named() -> None:
-    def fails(message: str, **changes: Any) -> None:
-        with pytest.raises(ValueError, match=message):
-            replace(TWO, **changes)
-
-    fails("plan is for 2 ranks, topology for 16", topology=hardware.Topology(16))
-    fails("block 'b0' has 0 matrix elements", workload=replace(TWO.workload, blocks=TWO.workload.blocks[1:]))
-    fails("no cost for shape", costs=CostTable.from_flops([(8, 8)]))

@@ -40,9 +40,3 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> LeaveOut:
 def patterns_only(leave_out: LeaveOut) -> None:
     """LPT alone starts, so that patterns must find what is shorter."""
     leave_out("search")
-
-
-@pytest.fixture
-def compact_only(leave_out: LeaveOut) -> None:
-    """Column generation proves and finds nothing, so that the compact MILP must."""
-    leave_out("proofs", "finds")

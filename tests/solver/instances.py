@@ -11,7 +11,6 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import pulp
 from hypothesis import strategies as st
 
 from dmuon.solver import CostTable, Matrix, Plan, Rank, exact
@@ -149,10 +148,10 @@ def limited_problems(draw: st.DrawFn) -> LimitedCase:
     return pooled, draw(unequal_ranks(pooled)), costs
 
 
-def search_here(question: tuple[Any, ...], seconds: float) -> dict[str, Any]:
+def search_here(question: tuple[Any, ...], seconds: float) -> tuple[exact.Solution, str]:
     """What ``dmuon.solver.child.run_search`` does in a process of its own, which takes a third of a second to start."""
-    answers: list[dict[str, Any]] = []
+    answers: list[exact.Solution] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP announces what its next version removes
-        exact.search(*question, str(pulp.PULP_CBC_CMD.pulp_cbc_path), answers.append)
-    return answers[-1]
+        exact.search(*question, answers.append)
+    return answers[-1], "never"

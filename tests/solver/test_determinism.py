@@ -27,7 +27,6 @@ def test_all_runs_give_one_digest(name: str, runs: int) -> None:
 
 
 @pytest.mark.pitfall("P51")
-@pytest.mark.usefixtures("compact_only")
 def test_small_milps_never_run_to_the_time_limit() -> None:
     """Told to take one thread, CBC waited for it until the limit in one of five solves of this very model."""
     with warnings.catch_warnings():

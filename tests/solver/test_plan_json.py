@@ -24,7 +24,6 @@ def test_json_and_pickle_give_the_plan_back() -> None:
 
 
 Change = Callable[[dict[str, Any]], object]
-MATRIX = RESULT.to_json()["matrices"][0]
 
 
 def of_first(field: int, value: object) -> Change:
@@ -35,30 +34,17 @@ def of_first(field: int, value: object) -> Change:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (of_first(6, (MATRIX[6] + 1) % 4), "owners, shapes or blocks were changed: digest"),
-        (of_first(3, "elsewhere"), "owners, shapes or blocks were changed"),
-        (of_first(1, MATRIX[1] + 1), "owners, shapes or blocks were changed"),
-        (lambda data: data["matrices"].reverse(), "owners, shapes or blocks were changed"),
-        (lambda data: data["loads_ns"].append(1), "owners, shapes or blocks were changed"),
-        (lambda data: data.update(makespan_ns=data["makespan_ns"] + 1), "recorded makespan"),
-        (lambda data: data.update(bound_ns=data["makespan_ns"] + 1), "bound .* is not in"),
+        (lambda data: data.update(bound_ns=521), "bound .* is not in"),
         (of_first(6, 4), "the owner of .* is rank 4, outside 0 … 3"),
         (of_first(6, "0"), "a field is ill-typed"),
         (lambda data: data["loads_ns"].__setitem__(0, 1.5), "loads must be whole nanoseconds"),
-        (lambda data: data.pop("digest"), "field 'digest' is missing"),
-        (lambda data: data.update(schema=99), "schema is 99, not 2"),
+        (lambda data: data.pop("stage"), "field 'stage' is missing"),
     ],
 )
-def test_a_tampered_plan_is_refused_by_name(change: Change, says: str) -> None:
+def test_a_plan_that_cannot_be_is_refused_by_name(change: Change, says: str) -> None:
     data = copy.deepcopy(RESULT.to_json())
     change(data)
     with pytest.raises(ValueError, match=says):
-        Plan.from_json(data)
-
-
-@pytest.mark.parametrize("data", [None, [], "plan", {}])
-def test_what_is_not_a_plan_is_refused(data: Any) -> None:
-    with pytest.raises(ValueError, match="schema is"):
         Plan.from_json(data)
 
 

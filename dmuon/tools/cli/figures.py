@@ -93,7 +93,7 @@ def draw_plan(plan: Plan, title: str) -> Any:
     times.legend(fontsize="small", loc="lower left")
     balance = list(plan.block_balance.values())
     blocks.plot([most / 2**20 for most, _ in balance], ".", label="largest owner")
-    blocks.plot([least / 2**20 for _, least in balance], "-", color="black", label="least possible")
+    blocks.plot([even / 2**20 for _, even in balance], "-", color="black", label="even share")
     blocks.set(xlabel="block", ylabel="MiB", ylim=(0, None))
     blocks.legend(fontsize="small")
     figure.suptitle(f"{title}: makespan {plan.makespan_ns / 1e6:.3f} ms, gap {plan.gap:.2%}, {plan.stage}")

@@ -28,6 +28,7 @@ from dmuon.solver import (
     Shape,
     SolveOptions,
     baseline,
+    plan,
 )
 from dmuon.tools.cli.arguments import (
     BadArgument,
@@ -42,8 +43,8 @@ from dmuon.tools.cli.arguments import (
 )
 from dmuon.tools.cli.figures import draw_plan
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, hardware
-from dmuon.tools.simulation.prediction import recommend, report
-from dmuon.tools.simulation.scenario import Machine, Scenario, Workload, is_expert, plan_owners
+from dmuon.tools.simulation.prediction import recommend, recommendation, report
+from dmuon.tools.simulation.scenario import EFFICIENCY, Scenario, Workload
 from dmuon.tools.simulation.step import step_s
 from dmuon.tools.simulation.wave_model import describe, wave_costs
 
@@ -53,6 +54,8 @@ _COMPARE = (*BASELINES, "milp")
 _STAGE = "plan one stage: a config.json of its layers, and --world of its ranks"
 _REMOVED = {  # and what to write instead
     "--backend": "the CBC that PuLP brings is the only solver, so leave it out",
+    "--spread-cap": "every block is spread as far as the makespan allows, so leave it out",
+    "--ep": "plan the experts of one rank as a model of its own, or all of them without it",
     "--pp": _STAGE,
     "--micro-batches": _STAGE,
     "--target": "try other --tokens, --replicate or --set, or --recommend",
@@ -74,17 +77,24 @@ class _Question:
     machine: Hardware
     topology: Topology
     workload: Workload | None
-    efficiency: float | None
+    efficiency: float
 
     def solve(self, options: SolveOptions) -> Plan:
-        return plan_owners(self.matrices, self.ranks, self.costs.table, options, self.topology)
+        return plan(self.matrices, self.ranks, self.costs.table, options)
 
     def scenario(self, result: Plan) -> Scenario:
         """What a step of ``result`` is predicted from."""
         assert self.workload is not None
-        machine = Machine.from_hardware(self.machine, self.efficiency)
         slowest = min(rank.speed for rank in self.ranks)
-        return Scenario(self.workload, result, self.exchanged_costs, machine, self.topology, speed=slowest)
+        return Scenario(
+            self.workload,
+            result,
+            self.exchanged_costs,
+            self.machine,
+            self.topology,
+            speed=slowest,
+            efficiency=self.efficiency,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,11 +107,6 @@ def _run(arguments: argparse.Namespace) -> int:
         if path is not None:
             require_target(flag, path, suffix)
     question = _question(arguments)
-    if arguments.json is not None and arguments.ep > 1:
-        raise BadArgument(
-            "--json: expert groups are dedicated on their own, and have no plan in common; leave --json out, or plan "
-            "the ranks of one of them"
-        )
     started = time.perf_counter()
     result = question.solve(question.options)
     seconds = time.perf_counter() - started
@@ -118,10 +123,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if question.workload is None:
         lines += ["", _UNPREDICTED]
     else:
-        scenario, device = question.scenario(result), question.machine.device
-        lines += ["", report(scenario, device.name, device.peak_flops)]
+        scenario = question.scenario(result)
+        lines += ["", report(scenario)]
         if arguments.recommend:
-            lines += ["", recommend(scenario, device.memory).report()]
+            lines += ["", recommendation(recommend(scenario))]
     print("\n".join(lines), flush=True)  # before anything is written: a full disk must not cost the report
     if arguments.png is not None:
         save_png(draw_plan(result, f"{arguments.model} over {question.topology.world} ranks"), arguments.png)
@@ -140,7 +145,6 @@ def _parser() -> Parser:
     grid.add_argument("--nodes", type=count, metavar="N", help="machines (default: as many as the device's nodes fill)")
     grid.add_argument("--replicate", type=count, default=1, metavar="N", help="HSDP replicas (default: 1)")
     grid.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
-    grid.add_argument("--ep", type=count, default=1, metavar="N", help="ranks that divide the experts (default: 1)")
     grid.add_argument(
         "--memory-gib", type=positive, metavar="X", help="most fp32 masters and momentum per rank (default: no limit)"
     )
@@ -164,9 +168,6 @@ def _parser() -> Parser:
     solve.add_argument("--gap", type=_percent, default=1.0, metavar="PERCENT", help="gap to prove (default: 1)")
     solve.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="for exact methods (default: 10)")
     solve.add_argument(
-        "--spread-cap", type=positive, metavar="X", help="most of a block on one rank, of the least possible"
-    )
-    solve.add_argument(
         "--byte-slack",
         type=_percent,
         default=1.0,
@@ -177,9 +178,15 @@ def _parser() -> Parser:
     step.add_argument("--tokens", type=count, default=16384, metavar="N", help="per rank and step (default: 16384)")
     step.add_argument("--sequence", type=count, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
     step.add_argument("--recompute", action="store_true", help="full activation checkpointing")
-    step.add_argument("--efficiency", type=positive, metavar="X", help="of forward and backward, part of the peak")
+    step.add_argument(
+        "--efficiency",
+        type=positive,
+        default=EFFICIENCY,
+        metavar="X",
+        help=f"of forward and backward, part of the peak (default: {EFFICIENCY})",
+    )
     out = parser.add_argument_group("output")
-    out.add_argument("--recommend", action="store_true", help="compare meshes, residencies and merging, and say which")
+    out.add_argument("--recommend", action="store_true", help="compare meshes and residencies, and say which")
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")
     out.add_argument("--png", type=Path, metavar="PATH", help="draw loads per rank and the spread of the blocks")
     out.add_argument("--owners", action="store_true", help="list the owner of every matrix")
@@ -197,8 +204,6 @@ def _question(arguments: argparse.Namespace) -> _Question:
     workload = Workload.from_config(
         arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
     )
-    if arguments.ep > 1 and not any(is_expert(m.name) for m in matrices):
-        raise BadArgument(f"--ep {arguments.ep}: this model has no experts; leave --ep out")
     costs = _costs(arguments.costs, machine, matrices)
     exchanged_costs = costs.table
     if topology.tp > 1:
@@ -209,7 +214,6 @@ def _question(arguments: argparse.Namespace) -> _Question:
         method=arguments.method,
         gap_target=arguments.gap / 100,
         time_limit_s=arguments.time_limit,
-        spread_cap=arguments.spread_cap,
         byte_slack=arguments.byte_slack / 100,
     )
     ranks = _ranks(arguments, topology)
@@ -227,9 +231,7 @@ def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:
                 f"--nodes {arguments.nodes} does not divide --world {arguments.world}; change one of them"
             )
         per_node = arguments.world // arguments.nodes
-    return Topology(
-        arguments.world, gpus_per_node=per_node, replicate=arguments.replicate, tp=arguments.tp, ep=arguments.ep
-    )
+    return Topology(arguments.world, gpus_per_node=per_node, replicate=arguments.replicate, tp=arguments.tp)
 
 
 def _ranks(arguments: argparse.Namespace, topology: Topology) -> tuple[Rank, ...]:
@@ -315,7 +317,7 @@ def _compare(question: _Question, result: Plan, names: Sequence[str]) -> str:
             else:
                 other = baseline(name, question.matrices, question.ranks, question.costs.table, result.bound_ns)
         except Infeasible:
-            lines.append(f"{name:<12} breaks the limits on memory or spread")
+            lines.append(f"{name:<12} breaks the limits on memory")
             continue
         line = f"{name:<12} {other.makespan_ns / 1e6:>12.3f} ms {other.makespan_ns / result.makespan_ns:>8.2f} "
         line += f"{other.gap:>7.2%} {other.makespan_ns * other.world / max(1, sum(other.loads_ns)):>9.2f}"

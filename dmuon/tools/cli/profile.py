@@ -24,7 +24,7 @@ from dmuon.planning.cost_cache import (
     user_cache_path,
 )
 from dmuon.planning.device_key import NsOptions, device_key, options_of
-from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, settled, timing_bar, useful_batch_sizes
+from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, settled, useful_batch_sizes
 from dmuon.platform.files import save_png
 from dmuon.solver import Shape
 from dmuon.tools.cli.arguments import FAILED, BadArgument, Parser, count, removed, require_target, seconds
@@ -122,8 +122,8 @@ def _measure(arguments: argparse.Namespace) -> int:
         for shape, count in _counts(arguments.model, arguments.shapes or "", limit).items()
     }
     build_kernels(work, device=device, options=options)
-    with timing_bar(work, key.device) as progress:
-        entries = measure(work, device=device, options=options, budget_s=budget_s, progress=progress)
+    print(f"timing on {key.device}, {budget_s:g} s at most", file=sys.stderr)
+    entries = measure(work, device=device, options=options, budget_s=budget_s)
     if not entries:
         raise BadArgument(f"nothing fitted --budget {budget_s:g}; allow more seconds")
     CostCache(key, entries).save(path)
@@ -134,9 +134,6 @@ def _measure(arguments: argparse.Namespace) -> int:
     larger = sum(k not in entries[shape] for shape, sizes in work.items() if shape in entries for k in sizes)
     if larger:
         print(f"not timed within --budget {budget_s:g} or the device's memory: {larger} larger batches")
-    unfinished = sum(t.unfinished for timings in entries.values() for t in timings.values())
-    if unfinished:
-        print(f"{unfinished} timings may not be of the fastest form: --budget {budget_s:g} was too short to try all")
     unsettled = sum(not settled(t) for timings in entries.values() for t in timings.values())
     if unsettled:
         print(
@@ -192,8 +189,7 @@ def _check(arguments: argparse.Namespace) -> int:
     print(f"{path}: valid on {device}, {'exactly' if match == 'exact' else f'measured with other versions: {changes}'}")
     work = _sample(cache.entries)
     build_kernels(work, device=device, options=options)
-    with timing_bar(work, key.device) as progress:
-        again = measure(work, device=device, options=options, budget_s=budget_s, progress=progress)
+    again = measure(work, device=device, options=options, budget_s=budget_s)
     if not again:
         raise BadArgument(f"nothing fitted --budget {budget_s:g}; allow more seconds")
     print(f"{'shape':>14} {'batch':>6} {'recorded ms':>12} {'now ms':>12} {'ratio':>7}")

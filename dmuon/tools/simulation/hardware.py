@@ -125,7 +125,7 @@ HARDWARE: Mapping[str, Hardware] = {
 # -- grids of ranks and their collectives ---------------------------------------------------------------------------
 
 Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-Group = Literal["shard", "replicate", "replica", "expert shard", "experts"]
+Group = Literal["shard", "replicate", "replica"]
 
 _MESSAGE_S = 1.25e-6  # of one peer in an all-to-all: NCCL-tests issue 78 has 0.32 ms for the smallest over 256 ranks
 
@@ -152,8 +152,6 @@ class Topology:
         gpus_per_node: ranks of one node.
         replicate: HSDP replicas; ``replicate = world / tp`` is DDP.
         tp: tensor-parallel ranks.
-        ep: neighbours among the shards of one replica that hold other experts each; what holds the same ones shards
-            these.
 
     Raises:
         ValueError: a count below 1, or one that does not divide what it must.
@@ -163,10 +161,9 @@ class Topology:
     gpus_per_node: int = 8
     replicate: int = 1
     tp: int = 1
-    ep: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world", "gpus_per_node", "replicate", "tp", "ep"):
+        for name in ("world", "gpus_per_node", "replicate", "tp"):
             value = getattr(self, name)
             if not is_integer(value, 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
@@ -179,10 +176,6 @@ class Topology:
         if self.gpus_per_node % self.tp and self.tp % self.gpus_per_node:
             raise ValueError(
                 f"tp={self.tp} and gpus_per_node={self.gpus_per_node}: one must divide the other; change tp"
-            )
-        if self.shard % self.ep:
-            raise ValueError(
-                f"ep={self.ep} does not divide the {self.shard} shards of a replica; change ep or replicate"
             )
 
     @property
@@ -202,24 +195,18 @@ class Topology:
         """The groups of each kind, by the one over most nodes.
 
         ``"shard"``: ranks that share a replica and a tensor-parallel index; ``"replicate"``: those that hold the same
-        shard; ``"replica"``: those of one replica; ``"expert shard"``: those of ``"shard"`` that shard the same
-        experts; ``"experts"``: those of it that hold all experts together, and send each other tokens.
+        shard; ``"replica"``: those of one replica.
         """
-        ranks = np.arange(self.world)
-        replica, shard, tp = ranks // self.tp // self.shard, ranks // self.tp % self.shard, ranks % self.tp
-        row = replica * self.tp + tp
-        ids: dict[Group, NDArray[np.int64]] = {
-            "shard": row,
-            "replicate": shard * self.tp + tp,
-            "replica": replica,
-            "expert shard": row * self.ep + shard % self.ep,
-            "experts": row * (self.shard // self.ep) + shard // self.ep,
+        ranks = np.arange(self.world).reshape(self.replicate, self.shard, self.tp)
+        groups: dict[Group, NDArray[np.int64]] = {
+            "shard": ranks.transpose(0, 2, 1).reshape(-1, self.shard),
+            "replicate": ranks.transpose(1, 2, 0).reshape(-1, self.replicate),
+            "replica": ranks.reshape(self.replicate, -1),
         }
-        node = ranks // self.gpus_per_node
-        nodes = {
-            name: np.bincount(np.unique(np.stack((members, node)), axis=1)[0]).max() for name, members in ids.items()
+        return {
+            name: Ring(members.shape[1], max(len(set(row)) for row in (members // self.gpus_per_node).tolist()))
+            for name, members in groups.items()
         }
-        return {name: Ring(int(np.bincount(members).max()), int(nodes[name])) for name, members in ids.items()}
 
 
 class Travel(NamedTuple):
@@ -234,48 +221,43 @@ class Travel(NamedTuple):
     busy: float
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
-    """``α · hops + bytes / bandwidth`` per link class, collectives as pipelined rings.
+def travel(hardware: Hardware, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
+    """How long ``calls`` collectives of one kind in one launch take, over ``nbytes`` together.
 
-    A ring visits each node once: ``nodes - 1`` hops are between nodes, the others inside. It leaves a node over as many
-    network adapters as it has members there. Broadcast and reduce move every byte over each link once, all-gather and
-    reduce-scatter ``(n - 1) / n`` of them, all-reduce twice that. The hops of an all-reduce are those of a ring or of a
-    tree (a chain inside each node, a binary tree over nodes), whichever is shorter.
+    ``α · hops + bytes / bandwidth`` per link class, collectives as pipelined rings. A ring visits each node once:
+    ``nodes - 1`` hops are between nodes, the others inside. It leaves a node over as many network adapters as it has
+    members there. Broadcast and reduce move every byte over each link once, all-gather and reduce-scatter
+    ``(n - 1) / n`` of them, all-reduce twice that. The hops of an all-reduce are those of a ring or of a tree (a chain
+    inside each node, a binary tree over nodes), whichever is shorter.
 
     Broadcasts from several owners leave in one launch, and go around at the same time: one lap, and a hop more for the
     start of each further one. Reductions do the same. All-gathers that are called one after the other each go around.
     A rank of an all-to-all starts one message after the other, ``_MESSAGE_S`` each.
+
+    Args:
+        nbytes: of whole tensors: what every rank holds after an all-gather or before a reduce-scatter. Of an
+            all-to-all it is the most that a rank has for all members of the group.
     """
-
-    intra: Link
-    inter: Link
-
-    def travel(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
-        """``calls`` collectives of one kind in one launch, over ``nbytes`` together.
-
-        ``nbytes`` counts whole tensors: what every rank holds after an all-gather or before a reduce-scatter. Of an
-        all-to-all it is the most that a rank has for all members of the group.
-        """
-        if ring.size == 1 or calls == 0 or nbytes == 0:
-            return Travel(0.0, 0.0)
-        around = (ring.nodes - 1) * self.inter.latency_s + (ring.size - ring.nodes) * self.intra.latency_s
-        bandwidth = self.intra.bandwidth
-        if ring.nodes > 1:
-            bandwidth = min(bandwidth, ring.size / ring.nodes * self.inter.bandwidth)
-        busy, part = nbytes / bandwidth, (ring.size - 1) / ring.size
-        match kind:
-            case "broadcast" | "reduce":
-                return Travel(around + (calls - 1) * self.intra.latency_s, busy)
-            case "all_gather" | "reduce_scatter":
-                return Travel(calls * around, part * busy)
-            case "all_reduce":
-                levels = math.ceil(math.log2(ring.nodes))
-                chain = -(-ring.size // ring.nodes) - 1
-                tree = levels * self.inter.latency_s + chain * self.intra.latency_s
-                return Travel(2 * calls * min(around, tree), 2 * part * busy)
-            case "all_to_all":
-                link = self.intra if ring.nodes == 1 else self.inter
-                near = ring.size // ring.nodes if ring.nodes > 1 else 1  # members that this link does not lead to
-                away = nbytes * (ring.size - near) / ring.size
-                return Travel(link.latency_s + (ring.size - 1) * calls * _MESSAGE_S, away / link.bandwidth)
+    if ring.size == 1 or calls == 0 or nbytes == 0:
+        return Travel(0.0, 0.0)
+    intra, inter = hardware.intra, hardware.inter
+    around = (ring.nodes - 1) * inter.latency_s + (ring.size - ring.nodes) * intra.latency_s
+    bandwidth = intra.bandwidth
+    if ring.nodes > 1:
+        bandwidth = min(bandwidth, ring.size / ring.nodes * inter.bandwidth)
+    busy, part = nbytes / bandwidth, (ring.size - 1) / ring.size
+    match kind:
+        case "broadcast" | "reduce":
+            return Travel(around + (calls - 1) * intra.latency_s, busy)
+        case "all_gather" | "reduce_scatter":
+            return Travel(calls * around, part * busy)
+        case "all_reduce":
+            levels = math.ceil(math.log2(ring.nodes))
+            chain = -(-ring.size // ring.nodes) - 1
+            tree = levels * inter.latency_s + chain * intra.latency_s
+            return Travel(2 * calls * min(around, tree), 2 * part * busy)
+        case "all_to_all":
+            link = intra if ring.nodes == 1 else inter
+            near = ring.size // ring.nodes if ring.nodes > 1 else 1  # members that this link does not lead to
+            away = nbytes * (ring.size - near) / ring.size
+            return Travel(link.latency_s + (ring.size - 1) * calls * _MESSAGE_S, away / link.bandwidth)

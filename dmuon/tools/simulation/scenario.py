@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from dmuon.model.blocks import MatrixShape
 from dmuon.model.config import ModelConfig, expert_count, matrices_of
 from dmuon.platform.options import is_integer
-from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
-from dmuon.tools.simulation.hardware import Hardware, Network, Topology
+from dmuon.solver import CostTable, Plan
+from dmuon.tools.simulation.hardware import Hardware, Topology
 
 # -- what a model computes ------------------------------------------------------------------------------------------
 
 _NORMS_PER_BLOCK = 2
-_NUMBERED = re.compile(r"\.experts\.(?:(?P<number>\d+)\.|.*\[(?P<matrix>\d+)\]$)")
-_PARAM_BYTES = 2
 _BACKWARD = 2  # products per forward product: one for the input's gradient, one for the weight's
 
 
@@ -31,8 +27,6 @@ class Block:
         forward_flops, backward_flops: work of one rank's tokens.
         matrix_elements: elements of the matrices that Muon takes.
         other_elements: elements of everything else in it.
-        expert_elements: those of the matrices that are routed experts.
-        dispatch_bytes: of one rank's tokens on their way to their experts; as many come back.
     """
 
     name: str
@@ -40,8 +34,6 @@ class Block:
     backward_flops: float
     matrix_elements: int
     other_elements: int
-    expert_elements: int = 0
-    dispatch_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +52,7 @@ class Workload:
     blocks: tuple[Block, ...]
     ends: Block
     tokens: int
-    param_bytes: int = _PARAM_BYTES
+    param_bytes: int = 2
     reduce_bytes: int = 4
 
     @classmethod
@@ -87,29 +79,17 @@ class Workload:
         if tokens % sequence:
             raise ValueError(f"tokens={tokens} must be a multiple of sequence={sequence}; give whole sequences")
         config = ModelConfig.load(path)
-        matrices = matrices_of(config)
-        chosen, experts = _experts(config, matrices)
         members: dict[str, list[MatrixShape]] = {}
-        for matrix in matrices:
+        for matrix in matrices_of(config):
             members.setdefault(matrix.block, []).append(matrix)
+        met = _experts_met(config) if any(_is_expert(m) for owned in members.values() for m in owned) else 1.0
         blocks = []
         for name, owned in members.items():
-            active = chosen / experts
-            forward = 2.0 * tokens * sum(m.rows * m.cols * (active if is_expert(m.name) else 1.0) for m in owned)
+            forward = 2.0 * tokens * sum(m.rows * m.cols * (met if _is_expert(m) else 1.0) for m in owned)
             forward += tokens * sequence * _attention_width(owned)
-            hidden = _hidden(config, owned)
-            routed = sum(m.rows * m.cols for m in owned if is_expert(m.name))
-            blocks.append(
-                Block(
-                    name,
-                    forward,
-                    forward * (_BACKWARD + recompute),
-                    sum(m.rows * m.cols for m in owned),
-                    _NORMS_PER_BLOCK * hidden,
-                    routed,
-                    float(tokens * chosen * hidden * _PARAM_BYTES) if routed else 0.0,
-                )
-            )
+            elements = sum(m.rows * m.cols for m in owned)
+            others = _NORMS_PER_BLOCK * _hidden(config, owned)
+            blocks.append(Block(name, forward, forward * (_BACKWARD + recompute), elements, others))
         ends = _ends(config, tokens, _hidden(config, members[blocks[-1].name]))
         return cls(tuple(blocks), ends, tokens)
 
@@ -118,32 +98,18 @@ class Workload:
         """Forward and backward of one rank's tokens."""
         return sum(b.forward_flops + b.backward_flops for b in (*self.blocks, self.ends))
 
-    @property
-    def elements(self) -> int:
-        """Parameters of the model."""
-        return sum(b.matrix_elements + b.other_elements for b in (*self.blocks, self.ends))
+
+def _is_expert(matrix: MatrixShape) -> bool:
+    """Whether a matrix is a routed expert."""
+    return ".experts." in matrix.name
 
 
-def is_expert(name: str) -> bool:
-    """Whether a matrix of this name is a routed expert."""
-    return ".experts." in name
-
-
-def expert_number(name: str) -> int | None:
-    """The number in the name of an expert, of the matrix in its stack or of the module; None for what is no expert."""
-    found = _NUMBERED.search(name)
-    return int(found["number"] or found["matrix"]) if found else None
-
-
-def _experts(config: ModelConfig, matrices: Iterable[MatrixShape]) -> tuple[int, int]:
-    """How many of the routed experts one token meets, and how many there are; ``(1, 1)`` without experts."""
-    if not any(is_expert(m.name) for m in matrices):
-        return 1, 1
-    experts = expert_count(config)
-    name = "num_experts_per_tok"
+def _experts_met(config: ModelConfig) -> float:
+    """The part of the routed experts that one token meets."""
+    experts, name = expert_count(config), "num_experts_per_tok"
     chosen = config.data.get(name)
     config.check(name, is_integer(chosen, 1, experts), f"an integer from 1 to {experts}", chosen)
-    return config.integer(name), experts
+    return config.integer(name) / experts
 
 
 def _attention_width(matrices: Iterable[MatrixShape]) -> int:
@@ -183,61 +149,11 @@ def _ends(config: ModelConfig, tokens: int, hidden: int) -> Block:
 # -- where and at what rate -----------------------------------------------------------------------------------------
 
 MASTER_BYTES = 4  # of an element of masters, gradients and momentum: fp32
-_HALF_BYTES = 2
+NS_BYTES = 2  # of an element as Newton–Schulz takes and leaves it, and as it is exchanged
 # Of the peak. The steps that contention is fitted to reach 0.44 to 0.56 on A800; Llama 3 405B was trained at 0.38 to
-# 0.43 on H100 (arXiv 2407.21783).
-_EFFICIENCY = 0.5
-_ADAMW_BYTES = 28  # per element: weight, gradient and two moments read, all but the gradient written, fp32
-_CONTENTION = 0.15  # ``python bench/simulate.py --fit`` finds it, and writes how each case comes out to bench/results
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Rates of one rank.
-
-    Attributes:
-        flops_per_s: of forward and backward.
-        copy_bytes_per_s: bytes read and written together.
-        adamw_elements_per_s: elements that AdamW updates.
-        network: how long collectives take.
-        ns_bytes: of an element as Newton–Schulz takes and leaves it, and as it is exchanged.
-        ns_scale: factor on every cost of Newton–Schulz.
-        communication_computes: communication takes the compute stream, as on CPU ranks with one core each.
-        contention: how much longer computation takes while a collective of owners is under way, as a part of the time
-            of both, beyond what FSDP2's collectives do to it; the efficiency of forward and backward has those.
-    """
-
-    flops_per_s: float
-    copy_bytes_per_s: float
-    adamw_elements_per_s: float
-    network: Network
-    ns_bytes: int = MASTER_BYTES
-    ns_scale: float = 1.0
-    communication_computes: bool = False
-    contention: float = 0.0
-
-    @classmethod
-    def from_hardware(cls, hardware: Hardware, efficiency: float | None = None) -> Machine:
-        """Rates of a preset, whose Newton–Schulz is in half precision, with the fitted contention.
-
-        Args:
-            efficiency: part of the peak that forward and backward reach; ``None`` is a half, as published training
-                has it. Large matrix products alone reach 0.8: then steps come out short, and overheads long.
-
-        Raises:
-            ValueError: an efficiency outside (0, 1].
-        """
-        device = hardware.device
-        if efficiency is not None and not 0 < efficiency <= 1:
-            raise ValueError(f"efficiency={efficiency!r} must be above 0 and at most 1; give the part of the peak")
-        return cls(
-            device.peak_flops * (_EFFICIENCY if efficiency is None else efficiency),
-            device.memory_bandwidth,
-            device.memory_bandwidth / _ADAMW_BYTES,
-            Network(hardware.intra, hardware.inter),
-            ns_bytes=_HALF_BYTES,
-            contention=_CONTENTION,
-        )
+# 0.43 on H100 (arXiv 2407.21783). Large matrix products alone reach 0.8: then steps come out short.
+EFFICIENCY = 0.5
+CONTENTION = 0.1  # ``python bench/simulate.py --fit`` finds it, and writes how each case comes out to bench/results
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,121 +165,39 @@ class Scenario:
         costs: of a batch whose parts are not gathered first, as tensor parallelism makes owners do.
         kept: weights stay whole from forward to backward (``reshard_after_forward=False``).
         speed: of the slowest rank, which all others wait for in forward and backward.
+        efficiency: part of the peak that forward and backward reach.
+        contention: how much longer computation takes while a collective of owners is under way, as a part of the time
+            of both, beyond what FSDP2's collectives do to it; the efficiency of forward and backward has those.
 
     Raises:
-        ValueError: plan, costs, workload and topology that do not belong together.
+        ValueError: an efficiency outside (0, 1].
     """
 
     workload: Workload
     plan: Plan
     costs: CostTable
-    machine: Machine
+    hardware: Hardware
     topology: Topology
     kept: bool = False
     speed: float = 1.0
+    efficiency: float = EFFICIENCY
+    contention: float = CONTENTION
+
+    def __post_init__(self) -> None:
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"efficiency={self.efficiency!r} must be above 0 and at most 1; give the part of the peak")
 
     @property
     def flops_per_s(self) -> float:
         """Of the whole computation of a block, which tensor-parallel ranks divide."""
-        return self.machine.flops_per_s * self.topology.tp * self.speed
+        return self.hardware.device.peak_flops * self.efficiency * self.topology.tp * self.speed
 
-    def __post_init__(self) -> None:
-        if self.plan.world != self.topology.world:
-            raise ValueError(f"plan is for {self.plan.world} ranks, topology for {self.topology.world}; plan again")
-        elements: Counter[str] = Counter()
-        for m in self.plan.matrices:
-            elements[m.block] += m.rows * m.cols
-            self.costs.cost(m.shape, 1)
-        blocks = Counter({b.name: b.matrix_elements for b in self.workload.blocks})
-        for name in sorted(set(blocks) | set(elements)):
-            if blocks[name] != elements[name]:
-                raise ValueError(
-                    f"block {name!r} has {blocks[name]} matrix elements in the workload and {elements[name]} in the "
-                    "plan; make both from one model"
-                )
-
-    def merged(self, count: int) -> Scenario:
-        """The scenario with each ``count`` neighbouring blocks as one."""
-        blocks = self.workload.blocks
-        groups = [blocks[i : i + count] for i in range(0, len(blocks), count)]
-        names = {block.name: group[0].name for group in groups for block in group}
-        sums = [
-            Block(group[0].name, *(sum(getattr(block, f.name) for block in group) for f in fields(Block)[1:]))
-            for group in groups
-        ]
-        matrices = tuple(replace(m, block=names[m.block]) for m in self.plan.matrices)
-        return replace(
-            self,
-            workload=replace(self.workload, blocks=tuple(sums)),
-            plan=replace(self.plan, matrices=matrices),
-        )
-
-
-def batches(scenario: Scenario, shapes: Mapping[tuple[int, int], int]) -> list[float]:
-    """Seconds of the batches that so many matrices per stored shape make on one rank."""
-    costs, scale = scenario.costs, 1e-9 * scenario.machine.ns_scale
-    seconds: list[float] = []
-    for (rows, cols), count in shapes.items():
-        shape = min(rows, cols), max(rows, cols)
-        whole, rest = divmod(count, costs.chunk(shape))
-        seconds += [costs.cost(shape, costs.chunk(shape)) * scale] * whole
-        seconds += [costs.cost(shape, rest) * scale] * bool(rest)
-    return seconds
-
-
-def stored_shapes(matrices: Iterable[Matrix]) -> Counter[tuple[int, int]]:
-    """Matrices per shape as they are stored."""
-    return Counter((m.rows, m.cols) for m in matrices)
-
-
-def plan_owners(
-    matrices: Sequence[Matrix], ranks: Sequence[Rank], costs: CostTable, options: SolveOptions, topology: Topology
-) -> Plan:
-    """Plan as a model is dedicated: what all ranks share, and each part of the experts over the ranks that hold it.
-
-    Raises:
-        ValueError: as the solver.
-    """
-    if topology.ep == 1:
-        return plan(matrices, ranks, costs, options)
-    counts: Counter[tuple[str, str]] = Counter()  # of a block's gate_up projections there are twice as many as experts
-    numbers = {m.name: expert_number(m.name) for m in matrices}
-
-    def stack(m: Matrix) -> tuple[str, str]:
-        return m.block, m.name.partition("[")[0] if m.name.endswith("]") else ""
-
-    for m in matrices:
-        counts[stack(m)] = max(counts[stack(m)], (numbers[m.name] or 0) + 1)
-    pools: dict[str, list[Matrix]] = {}
-    for m in sorted(matrices, key=lambda m: m.name):
-        number = numbers[m.name]
-        pool = "" if number is None else f"experts {number * topology.ep // counts[stack(m)]}"
-        pools.setdefault(pool, []).append(replace(m, pool=pool))
-    owners: dict[str, int] = {}
-    loads, bounds, pool_ranks = [0] * len(ranks), [], {}
-    known: dict[object, Plan] = {}
-    for pool, members in pools.items():
-        part = None if pool == "" else int(pool.split()[1])
-        able = [rank for rank in ranks if part in (None, topology.coordinate(rank.index)[1] % topology.ep)]
-        alone = [replace(rank, index=i) for i, rank in enumerate(able)]
-        # By position: names of alike pools differ in their numbers only, and these share a plan.
-        free = [replace(m, name=f"{i:06}", pool="") for i, m in enumerate(members)]
-        key = (tuple(free), *((rank.speed, rank.memory) for rank in alone))
-        solved = known.get(key) or plan(free, alone, costs, options)
-        known[key] = solved
-        owners |= {m.name: able[solved.owners[f"{i:06}"]].index for i, m in enumerate(members)}
-        for rank, load in zip(able, solved.loads_ns, strict=True):
-            loads[rank.index] += load
-        bounds.append(solved.bound_ns)
-        pool_ranks[pool] = len(able)
-    ordered = tuple(sorted((m for members in pools.values() for m in members), key=lambda m: m.name))
-    return Plan(
-        owners={m.name: owners[m.name] for m in ordered},
-        matrices=ordered,
-        loads_ns=tuple(loads),
-        bound_ns=max(bounds),
-        stage="+".join(sorted({solved.stage for solved in known.values()})),
-        reason=f"{len(pools)} pools, each planned over its own ranks",
-        estimated=tuple(shape for shape in costs.estimated if shape in {m.shape for m in ordered}),
-        pool_ranks=pool_ranks,
-    )
+    def batches(self, shapes: Mapping[tuple[int, int], int]) -> list[float]:
+        """Seconds of the batches that so many matrices per stored shape make on one rank."""
+        seconds: list[float] = []
+        for (rows, cols), count in shapes.items():
+            shape = min(rows, cols), max(rows, cols)
+            whole, rest = divmod(count, self.costs.chunk(shape))
+            sizes = [self.costs.chunk(shape)] * whole + [rest] * bool(rest)
+            seconds += [1e-9 * self.costs.cost(shape, size) for size in sizes]
+        return seconds

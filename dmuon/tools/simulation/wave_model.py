@@ -6,8 +6,7 @@ time that memory needs for its operands and its result where that is longer, and
 their memory traffic and a launch each. Which products run is noted while the kernels' own code runs without data.
 
 The form and what multiplies are the rule's for that GPU. Where it takes the Triton kernel, of a symmetric result the
-lower tiles alone are computed, at a part of cuBLAS's rate. ``backend="torch"`` has all products whole, as cuBLAS
-computes them, and the passes of separate operations: other implementations do so.
+lower tiles alone are computed, at a part of cuBLAS's rate.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +24,6 @@ from dmuon.kernels import (
     Arithmetic,
     Polynomial,
     Square,
-    Variant,
-    choose_variant,
     coefficient_sequence,
     iterate,
     make_iteration,
@@ -46,16 +43,10 @@ _ELEMENT = 2  # bytes of fp16 and bf16
 _HALVES_RATE = 0.75
 
 
-# What an update does beside products, with fp32 gradients as the profiler has: bytes per element of each pass, and
-# launches on one number per matrix.
-_PASSES = {
-    # Momentum and norms; what Newton–Schulz takes; the weight. Sums of the norms' parts, and their root.
-    "triton": ((12, 10, 10), 2),
-    # Gradients to a batch, momentum, Nesterov, cast to fp64, norm, scaling to half, cast to fp32, weight decay, weight.
-    # Stack, norm, two clamps, reciprocal, comparison, choice, cast.
-    "torch": ((8, 12, 12, 12, 8, 6, 6, 8, 12), 8),
-}
-UPDATE_BYTES = sum(_PASSES["triton"][0])  # of an element, that pass through memory beside products
+# What an update does beside products, with fp32 gradients as the profiler has. Bytes per element of each pass: momentum
+# and norms; what Newton–Schulz takes; the weight. Launches on a number a matrix: sums of the norms' parts, their root.
+_PASSES, _NORM_LAUNCHES = (12, 10, 10), 2
+UPDATE_BYTES = sum(_PASSES)  # of an element, that pass through memory beside products
 
 # Sides of the matrix that the products are noted on; each stands for a side of the matrix that is priced.
 _SMALL, _LARGE = 2, 3
@@ -72,29 +63,14 @@ class _Product:
     halves: bool = False
 
     @property
-    def flops(self) -> int:
-        """Of the whole."""
-        return 2 * self.rows * self.inner * self.columns
-
-    @property
     def tiles(self) -> int:
         rows, columns = math.ceil(self.rows / _TILE), math.ceil(self.columns / _TILE)
         return rows * (rows + 1) // 2 if self.halves else rows * columns
 
     @property
-    def result_bytes(self) -> int:
-        return _ELEMENT * self.rows * self.columns
-
-    @property
     def moved_bytes(self) -> int:
         """Least traffic: each operand read once, the addends read, the result written."""
-        operands = _ELEMENT * self.inner * (self.rows + self.columns)
-        return operands + self.result_bytes * (1 + self.addends)
-
-    @property
-    def copied_bytes(self) -> int:
-        """PyTorch copies an addend into the result, for cuBLAS to add to."""
-        return 0 if self.halves else 2 * self.addends * self.result_bytes
+        return _ELEMENT * (self.inner * (self.rows + self.columns) + self.rows * self.columns * (1 + self.addends))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,29 +81,10 @@ class _Recorder(Arithmetic):
     products: list[_Product] = field(default_factory=list)
     others: list[None] = field(default_factory=list)
 
-    def product(
-        self,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor | None = None,
-        *,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def product(self, a: Tensor, b: Tensor, c: Tensor | None = None, **_: Any) -> Tensor:
         return self._noted(a, b, addends=c is not None)
 
-    def symmetric(
-        self,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor | None = None,
-        *,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        out: Tensor | None = None,
-        b_symmetric: bool = True,
-    ) -> Tensor:
+    def symmetric(self, a: Tensor, b: Tensor, c: Tensor | None = None, **_: Any) -> Tensor:
         return self._noted(a, b, addends=c is not None, halves=self.halves)
 
     def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
@@ -149,13 +106,7 @@ class _Recorder(Arithmetic):
         return x
 
 
-def wave_costs(
-    device: Device,
-    limits: Mapping[Shape, int],
-    *,
-    options: NsOptions | None = None,
-    backend: Literal["triton", "torch"] = "triton",
-) -> CostTable:
+def wave_costs(device: Device, limits: Mapping[Shape, int], *, options: NsOptions | None = None) -> CostTable:
     """Costs of momentum, Newton–Schulz and weight update together, as ``dmuon-profile`` would time them on ``device``.
 
     All are marked estimated. They are isotonic in the batch size, which takes the values that are worth timing: powers
@@ -165,7 +116,6 @@ def wave_costs(
         device: the GPU.
         limits: shape (small side, large side) to the most matrices in a batch.
         options: the Newton–Schulz run; fp16 or bf16. Whether it is in Gram form is the kernels' choice.
-        backend: ``"triton"``: as dmuon runs where its kernels do; ``"torch"``: cuBLAS alone, and separate passes.
 
     Raises:
         ValueError: a shape is not two positive integers, small side first; a limit is not a positive integer; the
@@ -184,7 +134,7 @@ def wave_costs(
         most = 0
         costs[shape] = {}
         for k in useful_batch_sizes(shape, limit, torch.device("cuda")):
-            most = max(most, _update_ns(device, shape, k, sequence, dtype, backend))
+            most = max(most, _update_ns(device, shape, k, sequence, dtype))
             costs[shape][k] = most  # a larger batch may be the first in halves, and shorter
     return CostTable(costs, dict.fromkeys(costs, "estimated"))
 
@@ -194,27 +144,20 @@ def describe(device: Device) -> str:
     return f"estimated: wave model of {device.name}"
 
 
-def _update_ns(
-    device: Device,
-    shape: Shape,
-    k: int,
-    sequence: Polynomial,
-    dtype: torch.dtype,
-    backend: Literal["triton", "torch"],
-) -> int:
+def _update_ns(device: Device, shape: Shape, k: int, sequence: Polynomial, dtype: torch.dtype) -> int:
     """Whole nanoseconds of one update of ``k`` matrices. Rounded up, which keeps sums above the whole."""
-    if backend == "triton":
-        variant = rule_on(device.sms, shape, k, sequence, dtype)
-    else:
-        variant = choose_variant(shape, 1, sequence, dtype, torch.device("cuda"), backend="torch")
-    products, others = _kernels(shape, variant, sequence, dtype)
-    nbytes, norm_launches = _PASSES[backend]
-    elements = k * shape[0] * shape[1]
-    passes = [count * elements / device.memory_bandwidth for count in nbytes]
-    passes += [k * p.copied_bytes / device.memory_bandwidth for p in products if p.copied_bytes]
-    launches = len(products) + len(passes) + norm_launches + others
+    variant = rule_on(device.sms, shape, k, sequence, dtype)
+    recorder = _Recorder(dtype, dtype, halves=variant.backend == "triton")
+    iterate(torch.empty(_SMALL, _LARGE, dtype=dtype, device="meta"), make_iteration(variant, sequence, dtype), recorder)
+    side = {_SMALL: shape[0], _LARGE: shape[1]}
+    products = [replace(p, rows=side[p.rows], inner=side[p.inner], columns=side[p.columns]) for p in recorder.products]
+    # PyTorch copies an addend into the result, for cuBLAS to add to.
+    copied = sum(2 * p.addends * _ELEMENT * p.rows * p.columns for p in products if not p.halves)
+    passes = k * (shape[0] * shape[1] * UPDATE_BYTES + copied) / device.memory_bandwidth
+    copies = sum(bool(p.addends and not p.halves) for p in products)
+    launches = len(products) + copies + len(_PASSES) + _NORM_LAUNCHES + len(recorder.others)
     work = sum(_product_s(device, product, k) for product in products)
-    return max(1, math.ceil((work + sum(passes) + launches * device.launch_s) * 1e9))
+    return max(1, math.ceil((work + passes + launches * device.launch_s) * 1e9))
 
 
 def _product_s(device: Device, product: _Product, k: int) -> float:
@@ -223,12 +166,3 @@ def _product_s(device: Device, product: _Product, k: int) -> float:
     rate = device.peak_flops * device.matmul_efficiency * (_HALVES_RATE if product.halves else 1)
     tile_s = 2 * _TILE**2 * product.inner * device.sms / rate
     return max(waves * tile_s, k * product.moved_bytes / device.memory_bandwidth)
-
-
-def _kernels(shape: Shape, variant: Variant, sequence: Polynomial, dtype: torch.dtype) -> tuple[list[_Product], int]:
-    """The products that ``variant`` runs on one matrix of ``shape``, in order, and the number of other kernels."""
-    recorder = _Recorder(dtype, dtype, halves=variant.backend == "triton")
-    iterate(torch.empty(_SMALL, _LARGE, dtype=dtype, device="meta"), make_iteration(variant, sequence, dtype), recorder)
-    side = {_SMALL: shape[0], _LARGE: shape[1]}
-    products = [replace(p, rows=side[p.rows], inner=side[p.inner], columns=side[p.columns]) for p in recorder.products]
-    return products, len(recorder.others)

@@ -58,6 +58,7 @@ from .variant import (
     choose_variant,
     products_on,
     rule_on,
+    sliced_variant,
     user_cache_directory,
     variant_fault,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "rule_on",
     "run",
     "safe_restarts",
+    "sliced_variant",
     "storage_dtype",
     "storage_spans",
     "streams_in_place",

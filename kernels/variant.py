@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .coefficients import Polynomial, Squares, checked_restarts, restarts_hold, span_restarts
+from .coefficients import Polynomial, Squares, checked_restarts, restarts_hold, safe_restarts, span_restarts
 from .device import HALF, INTERPRETED, Storage, kernels_of, storage_spans
 from .symmetric_cpu import worth_splitting
 
@@ -134,6 +134,26 @@ def choose_variant(
     if backend == "auto":
         backend = _usual_backend(shape, k, dtype, device, fused=isinstance(coefficients, Squares))
     return _formed(shape, k, coefficients, dtype, device, method, restarts, backend)
+
+
+@lru_cache(maxsize=4096)
+def sliced_variant(
+    shape: tuple[int, int], k: int, slices: int, coefficients: Polynomial, storage: Storage, device: torch.device
+) -> Variant:
+    """For ``k`` matrices of ``shape`` of which so many ranks have ``slices``; see ``total`` of :func:`run`.
+
+    Restarts, at each of which ranks meet, do not depend on what multiplies there: they are safe ones of the Gram form,
+    or before every step where that takes fewer operations, as thin slices do, and in bf16, as without slices.
+    """
+    restarts = safe_restarts(coefficients, storage)
+    if not isinstance(coefficients, Squares):
+        steps, small, length = len(coefficients), min(shape), max(shape) / slices
+        every = tuple(range(1, steps))
+        # Per block two products of the slice; the others, which are of the small side, as in relative_cost.
+        costs = [2 * blocks * length + (4 * steps - 3 * blocks) * small for blocks in (1 + len(restarts), steps)]
+        restarts = every if storage == torch.bfloat16 or costs[1] < costs[0] else restarts
+    chosen = choose_variant(shape, k, coefficients, storage, device, method="gram", restarts=restarts)
+    return replace(chosen, piece=k)
 
 
 def rule_on(

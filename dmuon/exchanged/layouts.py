@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import this_rank
 from dmuon.exchanged.config import LayoutOptions, LayoutRecipe
-from dmuon.layout.matrices import Parcel, Region, Share, numbered, spread_over_all, stack_shape
+from dmuon.layout.matrices import Parcel, Region, Share, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import (
     ParameterLayout,
     part_among_holders,
@@ -61,6 +62,7 @@ class Layouts:
         whole: all ranks of the recipe's grid, some of which may share nothing; None without a grid of several ranks.
         among_holders: ranks that hold the same matrices of a stack exchange these among themselves.
         plans: who is to own what, by the ranks that share it; empty before they have planned.
+        strategies: how the matrices of each parameter are orthogonalized that several ranks hold.
     """
 
     recipe: LayoutRecipe
@@ -72,6 +74,7 @@ class Layouts:
     whole: Domain | None
     among_holders: bool = False
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
+    strategies: tuple[Strategy, ...] = ()
 
     def members(self, domain: Domain) -> list[Tensor]:
         """The parameters that the ranks of ``domain`` share, also those of which some of them exchange a part."""
@@ -93,7 +96,10 @@ class Layouts:
 
     def alike(self, other: Layouts) -> bool:
         """Whether both are of the same parameters, which lie as they did."""
-        return [*map(id, self.params)] == [*map(id, other.params)] and self.placed == other.placed
+        return [*map(id, self.params)] == [*map(id, other.params)] and (self.placed, self.strategies) == (
+            other.placed,
+            other.strategies,
+        )
 
 
 def lay_out(
@@ -104,6 +110,7 @@ def lay_out(
     device: torch.device | None = None,
     last: Layouts | None = None,
     among_holders: bool = False,
+    strategies: Mapping[int, Strategy] = MappingProxyType({}),
 ) -> Layouts:
     """Find where ``params`` lie, connect the ranks that share them, and agree with them on all of it.
 
@@ -114,6 +121,7 @@ def lay_out(
         last: of the same optimizer before; its process groups are used again.
         among_holders: the matrices of a stack are exchanged by the ranks that hold them, where these are some of those
             that share the stack.
+        strategies: by ``id``, of those parameters that have not just owners.
 
     Raises:
         ValueError: on all ranks that share parameters, by the name of the one that cannot be placed or that lies
@@ -152,7 +160,7 @@ def lay_out(
         domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[members[0][0]]).device)
         for number, (i, _) in enumerate(members):
             labels[i] = _label(names[i], number, ranks)
-        described = [_described(labels[i], params[i], one) for i, one in members]
+        described = [_described(labels[i], params[i], one, strategies.get(id(params[i]))) for i, one in members]
         asked.append((domains[ranks].group, ranks, described))
     require_same_in_turn(asked, fault)
     # Only now: a rank that has another layout would not come. What is alike as a whole is alike in its parts.
@@ -160,7 +168,17 @@ def lay_out(
         member = next(i for i, one in enumerate(placed) if one is not None and one.ranks == ranks)
         domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[member]).device)
     domains = dict(sorted(domains.items()))
-    return Layouts(recipe, tuple(params), tuple(names), tuple(labels), tuple(placed), domains, whole, among_holders)
+    return Layouts(
+        recipe,
+        tuple(params),
+        tuple(names),
+        tuple(labels),
+        tuple(placed),
+        domains,
+        whole,
+        among_holders,
+        strategies=tuple(strategies.get(id(param), "owner") for param in params),
+    )
 
 
 def _placed_alone(
@@ -245,10 +263,11 @@ def _label(name: str, number: int, ranks: Ranks) -> str:
     return f"{number} of those that ranks {listed(ranks, ' ')} hold together" if " " in name else name
 
 
-def _described(label: str, param: Tensor, placed: ParameterLayout) -> tuple[str, str]:
+def _described(label: str, param: Tensor, placed: ParameterLayout, strategy: str | None) -> tuple[str, str]:
     """What all ranks that share a parameter must say of it."""
     layout = placed.layout
-    return f"parameter {label!r}", f"{layout.shape}, {param.dtype}, {spec_of(param)}, {_described_pieces(layout)}"
+    told = f"{layout.shape}, {param.dtype}, {spec_of(param)}, {_described_pieces(layout)}"
+    return f"parameter {label!r}", told if strategy is None else f"{told}, strategy={strategy!r}"
 
 
 @lru_cache(maxsize=256)
@@ -299,11 +318,12 @@ def _tell(plan: OwnerPlan, ranks: Ranks) -> None:
 
 
 def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[frozenset[str]] | None]:
-    """What the ranks share, and what each of them may own; None: all of it."""
+    """What the ranks share and one of them is to own, and what each of them may own; None: all of it."""
     matrices: list[Matrix] = []
     pools: list[set[str]] = [{""} for _ in ranks]
-    for param, label, placed in zip(layouts.params, layouts.labels, layouts.placed, strict=True):
-        if placed is None or placed.ranks != ranks:
+    columns = zip(layouts.params, layouts.labels, layouts.placed, layouts.strategies, strict=True)
+    for param, label, placed, strategy in columns:
+        if placed is None or placed.ranks != ranks or strategy != "owner":
             continue
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
             if len(share.holders) == 1:
@@ -428,6 +448,7 @@ def _tasks_of(
             continue
         m, n = share.layout.shape
         size, variants = _batching(layouts, placed.ranks, param, (m, n))
+        strategy = layouts.strategies[index] if len(share.holders) > 1 else "owner"
         for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
             span = (offset + start, offset + stop) if local else (0, 0)
             region = Region(stack, span, spec.dim, share.runs.get(position, ()))
@@ -440,7 +461,7 @@ def _tasks_of(
                 None if is_one_matrix(param) else region,
                 spec.transposed,
                 tuple(numbers[start:stop]),
-                Shared(domain, Parcel(stop - start, share.spread, owner), (placed.layout, spec)),
+                Shared(domain, Parcel(stop - start, share.spread, owner, strategy), (placed.layout, spec)),
             )
             result.append(task)
     return result

@@ -17,6 +17,7 @@ from dmuon.dedicated.dedication import Dedicated
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.kernels import Storage
+from dmuon.layout.matrices import Strategy
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Exclude, Select
 from dmuon.optimizer.groups import (
@@ -34,6 +35,7 @@ from dmuon.optimizer.options import Description, check_edited, check_scales, des
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
+from dmuon.optimizer.strategies import strategies_of
 from dmuon.optimizer.wrapping import Averagers, Wrapping, check_moment, find_residencies, replicated_by_ddp
 from dmuon.platform import host
 from dmuon.platform.options import check_flag
@@ -87,6 +89,10 @@ class Muon(torch.optim.Optimizer):
             those without such matrices too. Several optimizers may have one configuration; each plans for itself, on
             process groups of its own.
         qk_clip: scales queries and keys of heads with too large logits after each step.
+        strategy: who orthogonalizes a matrix that several ranks hold and dmuon does not own: ``"owner"``: one rank, as
+            planned; ``"replicated"``: each of them; ``"sharded"``: all of them together. Or a mapping of patterns of
+            names of parameters to these, such as ``{"*.embed.*": "sharded"}``, of which the first that fits counts;
+            the rest have owners. ``docs/ways.md`` says what each costs. State dicts fit whatever the strategy.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -114,6 +120,7 @@ class Muon(torch.optim.Optimizer):
         overlap_backward: bool = False,
         distributed_config: DistributedConfig | None = None,
         qk_clip: QKClip | None = None,
+        strategy: str | Mapping[str, str] = "owner",
     ) -> None:
         check_flag("overlap_backward", overlap_backward)
         if not (distributed_config is None or isinstance(distributed_config, DistributedConfig)):
@@ -136,6 +143,7 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "ns_dtype": ns_dtype,
             "adjust_lr_fn": adjust_lr_fn,
+            "strategy": strategy,
         }
         adamw: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
@@ -164,6 +172,7 @@ class Muon(torch.optim.Optimizer):
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._batched: list[Tensor] = []  # parameters of which this rank orthogonalizes something
+        self._strategies: dict[int, Strategy] = {}  # by id, of those that have not just owners
         self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)
         self._averagers = Averagers()
@@ -277,7 +286,8 @@ class Muon(torch.optim.Optimizer):
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._origin.names)
         self._wrapping.note(self.param_groups)
-        residencies = find_residencies(muon, self._names, self._origin, self._device, self._exchange)
+        self._strategies = strategies_of(self.param_groups, self._names)
+        residencies = find_residencies(muon, self._names, self._origin, self._device, self._exchange, self._strategies)
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
         self._prefetch = 1 if self._exchange is None else self._exchange.prefetch
@@ -395,6 +405,11 @@ class Muon(torch.optim.Optimizer):
         described = [*map(describe, self.param_groups)]
         if described != self._checked:
             check_edited(self.param_groups)
+            if self._is_as_laid_out() and strategies_of(self.param_groups, self._names) != self._strategies:
+                raise ValueError(
+                    "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the "
+                    "new one, and load the state dict of this one into it"
+                )
             self._checked = described
             self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
         self._momentum.check(self.state)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels import MIXED, check_storage, coefficient_sequence, storage_dtype, update_scale
+from dmuon.optimizer.strategies import check_strategy
 from dmuon.platform.options import check_flag, is_integer
 from dmuon.step.rounds import Round
 
 MUON_OPTIONS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
+    "strategy",
 )  # fmt: skip
 ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
 MOST_NS_STEPS = 20
@@ -44,7 +46,7 @@ _ELSEWHERE = {  # keys that groups of other libraries have, which would be ignor
         ("cautious_wd weight_decay_method", "nothing: weight decay is decoupled, and not cautious"),
         ("fraction rank_fraction rank_multiple_of ef_decay", "nothing: all of a matrix is orthogonalized"),
         ("muon_beta2", "nothing: Muon has no second moments"),
-        ("tp_mode", "nothing: each matrix has one owner"),
+        ("tp_mode", "strategy='owner', 'replicated' or 'sharded'"),
         ("backend use_triton use_syrk use_gram_newton_schulz ns_use_kernels", "nothing: the plan chooses kernels"),
     )
     for name in names.split()
@@ -102,6 +104,8 @@ def _described(value: Any) -> str:
         return repr(_number(value) + 0.0)  # no -0.0
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_described, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_described(of_name)}' for name, of_name in value.items())}}}"
     if isinstance(value, functools.partial):
         words = [f"{name}={_described(of_name)}" for name, of_name in sorted(value.keywords.items())]
         return f"{_described(value.func)}({', '.join([*map(_described, value.args), *words])})"
@@ -149,6 +153,7 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
 
 def _check_muon_options(group: Mapping[str, Any]) -> None:
     check_flag("nesterov", group["nesterov"])
+    check_strategy(group["strategy"])
     ns_dtype = group["ns_dtype"]
     if ns_dtype is not None and ns_dtype != MIXED and not isinstance(ns_dtype, torch.dtype):
         raise TypeError(f"ns_dtype must be a torch.dtype, {MIXED!r} or None, got {ns_dtype!r}")

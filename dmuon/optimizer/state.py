@@ -361,8 +361,9 @@ def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
 
 
 def savable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group for a state dict, without a function, which files cannot hold: who loads it keeps its own."""
-    return {name: value for name, value in group.items() if name != "adjust_lr_fn" or not callable(value)}
+    """A group for a state dict, without what who loads it has of its own: strategies, and functions."""
+    own = {"strategy", "adjust_lr_fn"} if callable(group.get("adjust_lr_fn")) else {"strategy"}
+    return {name: value for name, value in group.items() if name not in own}
 
 
 def adamw_state(

@@ -23,6 +23,7 @@ from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
+from dmuon.layout.matrices import Strategy
 from dmuon.model.makeup import sites_of
 from dmuon.model.matrix_spec import fault_of
 from dmuon.optimizer.state import Origin
@@ -240,7 +241,12 @@ def _cut(new: Tensor, old: Tensor, value: Any, name: str) -> Any:
 
 
 def find_residencies(
-    params: Sequence[Tensor], names: Mapping[int, str], origin: Origin, device: torch.device, last: Exchange | None
+    params: Sequence[Tensor],
+    names: Mapping[int, str],
+    origin: Origin,
+    device: torch.device,
+    last: Exchange | None,
+    strategies: Mapping[int, Strategy],
 ) -> list[Residency]:
     """Where the parameters of Muon live: those that dmuon owns first, and what is exchanged last.
 
@@ -250,6 +256,7 @@ def find_residencies(
         names: by ``id``.
         device: in case that there are no parameters.
         last: how the optimizer exchanged some before.
+        strategies: by ``id``, of those that have not just owners.
 
     Raises:
         ValueError: some cannot be laid out.
@@ -262,7 +269,8 @@ def find_residencies(
     others = [p for p in others if id(p) not in without]
     for fault in filter(None, map(fault_of, others)):
         raise ValueError(fault)
-    exchange = exchange_for(origin.config, origin.copies, others, [names[id(p)] for p in others], device, last)
+    labels = [names[id(p)] for p in others]
+    exchange = exchange_for(origin.config, origin.copies, others, labels, device, last, strategies)
     alone = [*idle, *(others if exchange is None else exchange.alone())]
     dedicated = dedicated_residencies(params)
     return [*dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]

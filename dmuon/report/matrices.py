@@ -18,7 +18,7 @@ from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import OwnedMatrix, Part, resting
 from dmuon.exchanged.user_round import UserRound
-from dmuon.layout.matrices import Parcel, numbered
+from dmuon.layout.matrices import Parcel, Strategy, numbered
 from dmuon.layout.messages import parcel_messages
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn
@@ -27,9 +27,10 @@ from dmuon.optimizer.groups import inside_ddp
 from dmuon.optimizer.muon import Muon
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
-from dmuon.report.accounting import buffer_messages, travel_bytes
+from dmuon.report.accounting import buffer_messages, gram_message, travel_bytes
 from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.rounds import Round
+from dmuon.step.sharded import ShardedRound, variant_of
 from dmuon.step.update import numerics_of, variant_for
 
 _Held = Mapping[GlobalRank, int]
@@ -44,7 +45,7 @@ class MatrixRow:
         number: among the matrices of the parameter; None where it is one matrix.
         shape: ``(m, n)``, as it is stored; of a parameter that a user's own functions exchange, all of it.
         lies: the block, the placements, or something else to tell where it lies.
-        owner: the rank that orthogonalizes it; None without an optimizer.
+        owner: the rank that orthogonalizes it; None without an optimizer, or by another strategy than ``"owner"``.
         call: among the batched Newton-Schulz calls of the owner in a step, from 1; None where this rank cannot tell.
         batch: matrices that this call takes, at most so many where ``call`` is None; 0 where nothing is known.
         runs: how Newton-Schulz runs; empty where this rank cannot tell.
@@ -65,6 +66,7 @@ class MatrixRow:
     predicted_ns: float | None
     held: _Held
     travels: int | None
+    strategy: Strategy = "owner"
 
     @property
     def numel(self) -> int:
@@ -149,14 +151,18 @@ def _calls(optimizer: Muon) -> Iterator[_Call]:
         group = optimizer.param_groups[round_.index]
         for batch in round_.batches:
             owner, runs = this_rank(), ""
+            others: Sequence[GlobalRank] = ()
             if isinstance(round_, UserRound):
                 owner = round_.owners[batch.position]
             else:
-                if isinstance(batch, SharedBatch):
-                    owner = batch.domain.ranks[batch.parcel.owner]
                 numerics = numerics_of(group, batch.dtype, batch.device)
-                runs = str(variant_for(numerics, batch.shape, batch.variants, batch.count, batch.device))
-            numbers[owner] += 1
+                if isinstance(batch, SharedBatch) and batch.parcel.strategy == "owner":
+                    owner = batch.domain.ranks[batch.parcel.owner]
+                elif isinstance(batch, SharedBatch):
+                    others = batch.domain.ranks
+                variant = variant_for(numerics, batch.shape, batch.variants, batch.count, batch.device)
+                runs = str(variant_of(numerics, batch, batch.device) if isinstance(round_, ShardedRound) else variant)
+            numbers.update({owner, *others})
             yield _Call(numbers[owner], batch, round_, owner, runs)
 
 
@@ -235,7 +241,7 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
     plans = {} if layouts is None else layouts.plans
     owned: dict[int, Counter[_Kind]] = {}  # by domain
     for call in calls:
-        if isinstance(call.batch, SharedBatch) and len(call.batch.parcel.holders) > 1:
+        if isinstance(call.batch, SharedBatch) and _is_planned(call.batch.parcel):
             owned.setdefault(id(call.batch.domain), Counter())[_kind(call.batch)] += call.batch.count
     shares: dict[int, Mapping[_Kind, _Share]] = {}
     places: dict[object, tuple[str, _Held]] = {}
@@ -244,7 +250,8 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
         batch = call.batch
         whole = isinstance(call.round_, UserRound)
         predicted = None
-        if isinstance(batch, SharedBatch) and len(batch.parcel.holders) > 1 and batch.domain.ranks in plans:
+        strategy = batch.parcel.strategy if isinstance(batch, SharedBatch) else "owner"
+        if isinstance(batch, SharedBatch) and _is_planned(batch.parcel) and batch.domain.ranks in plans:
             domain = id(batch.domain)
             if domain not in shares:
                 shares[domain] = _shares(plans[batch.domain.ranks], owned[domain])
@@ -259,13 +266,14 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
             number=None,
             shape=tuple(batch.params[0].shape) if whole else batch.shape,
             lies=lies,
-            owner=call.owner,
+            owner=call.owner if strategy == "owner" else None,
             call=call.number,
             batch=0 if whole else batch.count,
             runs=call.runs,
             predicted_ns=predicted,
             held=held,
             travels=None if whole else _travels_of_batch(batch, optimizer.param_groups[call.round_.index]),
+            strategy=strategy,
         )
         labels = [(param, None) for param in batch.params] if whole else batch.labels
         rows += [replace(row, tensor=names[id(param)], number=number) for param, number in labels]
@@ -338,18 +346,26 @@ def _held_of_batch(batch: Batch, *, whole: bool) -> _Held:
     return {this_rank(): m * n * itemsize}
 
 
+def _is_planned(parcel: Parcel) -> bool:
+    return len(parcel.holders) > 1 and parcel.strategy == "owner"
+
+
 def _travels_of_batch(batch: Batch, group: Mapping[str, Any]) -> int:
     """Of each matrix."""
     if not isinstance(batch, SharedBatch):
         return 0
-    return _parcel_bytes(batch.parcel, batch.domain.position, group, batch.dtype, batch.device) // batch.parcel.count
+    nbytes = _parcel_bytes(batch.parcel, batch.domain.position, group, batch.dtype, batch.device)
+    if batch.parcel.strategy == "sharded":
+        nbytes += gram_message(batch, group, batch.device).nbytes
+    return nbytes // batch.parcel.count
 
 
 def _parcel_bytes(
     parcel: Parcel, position: Position, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> int:
     """What the rank at ``position`` sends and gets."""
-    return sum(m.nbytes for m in parcel_messages(parcel, position, *travel_bytes(group, dtype, device)))
+    itemsizes = travel_bytes(group, dtype, device, parcel.strategy)
+    return sum(m.nbytes for m in parcel_messages(parcel, position, *itemsizes))
 
 
 # -- predictions ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Ways to orthogonalize the same matrices on the same ranks: by owners, on each rank, on all together.
 
-``last sharded``: the last matrix by all ranks together, the others by owners.
+``last sharded``: the last matrix by all ranks together, the others by owners; ``auto``: as predicted.
 
 The matrices are sharded by rows over ``--world`` gloo ranks of one thread each. All ways live in one process tree and
 take turns, so that drift of the machine hits them alike. Cases: ``small``, many small matrices; ``wide``, one large
@@ -27,7 +27,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 
 import torch
 from common.clock import collect, in_turn, medians
@@ -47,6 +46,7 @@ WAYS: dict[str, str | dict[str, str]] = {
     "replicated": "replicated",
     "sharded": "sharded",
     "last sharded": {"last": "sharded"},
+    "auto": "auto",
 }
 CASES = ("small", "wide")
 NS_STEPS = 5
@@ -105,14 +105,16 @@ class Program:
         return worst
 
 
-def seed_estimate(way: str, shapes: Sequence[Shape], world: int) -> tuple[float, float]:
+def seed_estimate(program: Program, world: int) -> tuple[float, float]:
     """MB that a rank gets, and its part of all products, as the article counts in fp32 and for large ``world``."""
-    elements = 0
-    for number, shape in enumerate(shapes, start=1):
-        one = way if way in ("owner", "replicated", "sharded") else "sharded" if number == len(shapes) else "owner"
-        together = NS_STEPS * (2 * prod(shape) + min(shape) ** 2)
-        elements += {"replicated": prod(shape), "owner": 2 * prod(shape), "sharded": together}[one]
-    return 4 * elements / MB, 1.0 if way == "replicated" else 1 / world
+    elements, here, products = 0, 0.0, 0.0
+    for param, one in zip(program.params, program.muon.exchanged(), strict=True):
+        numel, square, cost = param.numel(), min(param.shape) ** 2, param.numel() * min(param.shape)
+        together = NS_STEPS * (2 * numel + square)
+        elements += {"replicated": numel, "owner": 2 * numel, "sharded": together}[one.strategy]
+        products += cost
+        here += cost if one.strategy == "replicated" else cost / world
+    return 4 * elements / MB, here / products
 
 
 def rows_of(shapes: Sequence[Shape], mesh: DeviceMesh, settings: Settings) -> dict[str, dict[str, float]]:
@@ -124,7 +126,7 @@ def rows_of(shapes: Sequence[Shape], mesh: DeviceMesh, settings: Settings) -> di
         with Ledger() as ledger:
             program.step()
         (received,) = over_ranks([sum(ledger.received.values()) / MB])
-        estimate, part = seed_estimate(way, shapes, settings.world)
+        estimate, part = seed_estimate(program, settings.world)
         rows[way] |= {"MB in": received, "seed MB": estimate, "seed NS": part}
 
     def sample(index: int) -> Mapping[tuple[str, str], float]:

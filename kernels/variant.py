@@ -50,6 +50,10 @@ _GRAM_CALL = 1.4
 # CPUs that multiply bf16: the time of a product in it over that in fp32, by `python bench/newton_schulz.py --halves`.
 _BF16_COST = 0.45
 
+# To sum one number over ranks takes as long as so many multiply-adds; on accelerators by their data sheets, unmeasured.
+_CPU_SUM = 400
+_SUM = 4000
+
 # What a product with a symmetric result costs, relative to a whole one.
 _SYMMETRIC_COST = {"torch": 1.0, "split": 0.7, "triton": 0.5, "quack": 0.5}
 
@@ -142,18 +146,24 @@ def sliced_variant(
 ) -> Variant:
     """For ``k`` matrices of ``shape`` of which so many ranks have ``slices``; see ``total`` of :func:`run`.
 
-    Restarts, at each of which ranks meet, do not depend on what multiplies there: they are safe ones of the Gram form,
-    or before every step where that takes fewer operations, as thin slices do, and in bf16, as without slices.
+    Restarts, at each of which ranks meet, do not depend on what multiplies there: they are safe ones of the Gram form;
+    or before every step where that takes less, as of thin slices, with sums; and in bf16, as without slices.
     """
     restarts = safe_restarts(coefficients, storage)
     if not isinstance(coefficients, Squares):
-        steps, small, length = len(coefficients), min(shape), max(shape) / slices
+        steps = len(coefficients)
         every = tuple(range(1, steps))
-        # Per block two products of the slice; the others, which are of the small side, as in relative_cost.
-        costs = [2 * blocks * length + (4 * steps - 3 * blocks) * small for blocks in (1 + len(restarts), steps)]
-        restarts = every if storage == torch.bfloat16 or costs[1] < costs[0] else restarts
+        of_sum = min(shape) ** 2 * (_CPU_SUM if device.type == "cpu" else _SUM)
+        costs = [slice_cost(shape, slices, steps, r) + (len(r) + 1) * of_sum for r in (every, restarts)]
+        restarts = every if storage == torch.bfloat16 or costs[0] < costs[1] else restarts
     chosen = choose_variant(shape, k, coefficients, storage, device, method="gram", restarts=restarts)
     return replace(chosen, piece=k)
+
+
+def slice_cost(shape: tuple[int, int], slices: int, steps: int, restarts: Sequence[int]) -> float:
+    """Multiply-adds for one of so many slices of a matrix, with whole products; see ``total`` of :func:`run`."""
+    small, length, blocks = min(shape), max(shape) / slices, len(restarts) + 1
+    return small**2 * (2 * blocks * length + (4 * steps - 3 * blocks) * small)  # as relative_cost counts
 
 
 def rule_on(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ def exchange_for(
     names: Sequence[str],
     device: torch.device,
     last: Exchange | None,
-    strategies: Mapping[int, Strategy] = MappingProxyType({}),
+    strategies: Mapping[int, Strategy | Literal["auto"]] = MappingProxyType({}),
 ) -> Exchange | None:
     """How an optimizer exchanges ``params``; None if every parameter is local to one rank. Collective.
 
@@ -126,7 +127,7 @@ def exchange_for(
 
 
 def _beside_own_functions(
-    strategies: Mapping[int, Strategy], params: Sequence[Tensor], names: Sequence[str]
+    strategies: Mapping[int, str], params: Sequence[Tensor], names: Sequence[str]
 ) -> ValueError | None:
     for param, name in zip(params, names, strict=True):
         if id(param) in strategies:
@@ -455,7 +456,14 @@ class LayoutExchange(Exchange):
 
     def report(self) -> list[str]:
         plans = self.layouts.plans.items()
-        return [f"ranks {listed(ranks, ' ')}: {plan.report()}" for ranks, plan in plans]
+        lines = [f"ranks {listed(ranks, ' ')}: {plan.report()}" for ranks, plan in plans]
+        for name, choice in self.layouts.choices.items():
+            here, by_owners = choice.step_ns
+            lines.append(
+                f"strategy of {name}: {choice.strategy}, predicted {choice.predicted_ns / 1e6:.3f} ms on each rank; "
+                f"with it all matrices {here / 1e6:.3f} ms, by owners alone {by_owners / 1e6:.3f} ms"
+            )
+        return lines
 
 
 @dataclass(eq=False, repr=False)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -35,18 +36,20 @@ from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed, position_in
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.planning.agreed_plan import Speeds, make_plan
-from dmuon.planning.cost_lookup import link_ns_per_byte
+from dmuon.planning.cost_lookup import link_latency_ns, link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.platform.host import HostShare, warn_if_oversubscribed
+from dmuon.planning.strategies import Choice, Link, choose
+from dmuon.platform.host import HostShare, is_oversubscribed, warn_if_oversubscribed
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
-from dmuon.solver import Matrix, unmeasured_batch
+from dmuon.solver import CostTable, Matrix, unmeasured_batch
 from dmuon.step.batches import Shared, Task
 
 _log = logger(__name__)
 
 _SHOWN_PIECES = 16
 _NOMINAL_NS_PER_BYTE = 1 / 50  # 50 GB/s, beside costs that are estimated from FLOPs
+_NOMINAL_LATENCY_NS = 2e4  # of a collective, likewise
 _WIRE_BYTES = 8  # of an element, to the owner and back in fp32
 
 
@@ -62,7 +65,9 @@ class Layouts:
         whole: all ranks of the recipe's grid, some of which may share nothing; None without a grid of several ranks.
         among_holders: ranks that hold the same matrices of a stack exchange these among themselves.
         plans: who is to own what, by the ranks that share it; empty before they have planned.
-        strategies: how the matrices of each parameter are orthogonalized that several ranks hold.
+        strategies: how the matrices of each parameter are orthogonalized that several ranks hold; none is ``"auto"``
+            once they have planned.
+        choices: by its name in plans, what was chosen for a matrix of strategy ``"auto"``, if that is not its owner.
     """
 
     recipe: LayoutRecipe
@@ -74,7 +79,8 @@ class Layouts:
     whole: Domain | None
     among_holders: bool = False
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
-    strategies: tuple[Strategy, ...] = ()
+    strategies: tuple[Strategy | Literal["auto"], ...] = ()
+    choices: Mapping[str, Choice] = field(default_factory=dict)
 
     def members(self, domain: Domain) -> list[Tensor]:
         """The parameters that the ranks of ``domain`` share, also those of which some of them exchange a part."""
@@ -110,7 +116,7 @@ def lay_out(
     device: torch.device | None = None,
     last: Layouts | None = None,
     among_holders: bool = False,
-    strategies: Mapping[int, Strategy] = MappingProxyType({}),
+    strategies: Mapping[int, Strategy | Literal["auto"]] = MappingProxyType({}),
 ) -> Layouts:
     """Find where ``params`` lie, connect the ranks that share them, and agree with them on all of it.
 
@@ -292,6 +298,7 @@ def plan(layouts: Layouts, last: Layouts | None = None) -> Layouts:
     """
     options = layouts.recipe.options
     plans: dict[Ranks, OwnerPlan] = {}
+    choices: dict[str, Choice] = {}
     first = FirstError(through=(CollectiveError,))
     for ranks, domain in layouts.domains.items():
         matrices, pools = shared_matrices(layouts, ranks)
@@ -304,10 +311,41 @@ def plan(layouts: Layouts, last: Layouts | None = None) -> Layouts:
             continue
         with first:  # the ranks of the next domains wait for this one
             plans[ranks] = _planned(domain, matrices, pools, options)
-            if domain.position == 0:
+            if pools is None and "auto" in layouts.strategies:
+                chosen, rest = _chosen(layouts, domain, matrices, plans.pop(ranks))
+                choices |= chosen
+                plans |= {} if rest is None else {ranks: rest}
+            if domain.position == 0 and ranks in plans:
                 _tell(plans[ranks], ranks)
     first.throw()
-    return replace(layouts, plans=plans)
+    by_label = {_label_in_plan(name, layouts.labels): choice.strategy for name, choice in choices.items()}
+    pairs = zip(layouts.labels, layouts.strategies, strict=True)
+    strategies = [by_label.get(label, "owner") if strategy == "auto" else strategy for label, strategy in pairs]
+    return replace(layouts, plans=plans, strategies=tuple(strategies), choices=choices)
+
+
+def _chosen(
+    layouts: Layouts, domain: Domain, matrices: Sequence[Matrix], plan: OwnerPlan
+) -> tuple[dict[str, Choice], OwnerPlan | None]:
+    """What is better not left to owners, of parameters of strategy ``"auto"``, and the plan of the rest, if any."""
+    options = layouts.recipe.options
+    pairs = zip(layouts.labels, layouts.strategies, strict=True)
+    auto = {label for label, strategy in pairs if strategy == "auto"}
+    of_auto = [matrix for matrix in matrices if _label_in_plan(matrix.name, auto) in auto]
+    small = {m.name for m in of_auto if m.rows * m.cols <= options.small_param_numel_threshold}
+    link = Link(_NOMINAL_NS_PER_BYTE, _NOMINAL_LATENCY_NS)
+    if options.costs != "flops":
+        said = agree(domain.group, None, (Link(link_ns_per_byte(domain), link_latency_ns(domain)), HostShare.here()))
+        link, measured = said[0][0], not isinstance(options.costs, CostTable)
+        if measured and domain.device.type == "cpu" and is_oversubscribed([share for _, share in said]):
+            return {}, plan
+    whole = {matrix.name for matrix in of_auto if matrix.name in auto}
+    return choose(matrices, whole, small, plan, lambda some: _planned(domain, some, None, options), link, domain.device)
+
+
+def _label_in_plan(name: str, labels: Collection[str]) -> str:
+    """That of the parameter of a matrix."""
+    return name if name in labels else name.rpartition("[")[0]
 
 
 def _tell(plan: OwnerPlan, ranks: Ranks) -> None:
@@ -323,7 +361,7 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
     pools: list[set[str]] = [{""} for _ in ranks]
     columns = zip(layouts.params, layouts.labels, layouts.placed, layouts.strategies, strict=True)
     for param, label, placed, strategy in columns:
-        if placed is None or placed.ranks != ranks or strategy != "owner":
+        if placed is None or placed.ranks != ranks or strategy not in ("owner", "auto"):
             continue
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
             if len(share.holders) == 1:
@@ -339,7 +377,7 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
 
 
 def _planned(
-    domain: Domain, matrices: list[Matrix], pools: list[frozenset[str]] | None, options: LayoutOptions
+    domain: Domain, matrices: Sequence[Matrix], pools: list[frozenset[str]] | None, options: LayoutOptions
 ) -> OwnerPlan:
     said: list[tuple[HostShare, Speeds]] = agree(domain.group, None, (HostShare.here(), options.ranks))
     shares = [share for share, _ in said]
@@ -448,7 +486,7 @@ def _tasks_of(
             continue
         m, n = share.layout.shape
         size, variants = _batching(layouts, placed.ranks, param, (m, n))
-        strategy = layouts.strategies[index] if len(share.holders) > 1 else "owner"
+        strategy = cast(Strategy, layouts.strategies[index]) if len(share.holders) > 1 else "owner"
         for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
             span = (offset + start, offset + stop) if local else (0, 0)
             region = Region(stack, span, spec.dim, share.runs.get(position, ()))

@@ -17,7 +17,6 @@ from dmuon.dedicated.dedication import Dedicated
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.kernels import Storage
-from dmuon.layout.matrices import Strategy
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Exclude, Select
 from dmuon.optimizer.groups import (
@@ -35,7 +34,7 @@ from dmuon.optimizer.options import Description, check_edited, check_scales, des
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
-from dmuon.optimizer.strategies import strategies_of
+from dmuon.optimizer.strategies import Given, strategies_of
 from dmuon.optimizer.wrapping import Averagers, Wrapping, check_moment, find_residencies, replicated_by_ddp
 from dmuon.platform import host
 from dmuon.platform.options import check_flag
@@ -90,9 +89,10 @@ class Muon(torch.optim.Optimizer):
             process groups of its own.
         qk_clip: scales queries and keys of heads with too large logits after each step.
         strategy: who orthogonalizes a matrix that several ranks hold and dmuon does not own: ``"owner"``: one rank, as
-            planned; ``"replicated"``: each of them; ``"sharded"``: all of them together. Or a mapping of patterns of
-            names of parameters to these, such as ``{"*.embed.*": "sharded"}``, of which the first that fits counts;
-            the rest have owners. ``docs/ways.md`` says what each costs. State dicts fit whatever the strategy.
+            planned; ``"replicated"``: each of them; ``"sharded"``: all of them together; ``"auto"``: what is
+            predicted to take less time by a fifth. Or a mapping of patterns of names of parameters to these, such as
+            ``{"*.embed.*": "sharded"}``, of which the first that fits counts; the rest have owners. ``docs/ways.md``
+            says what each costs. State dicts fit whatever the strategy.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -172,7 +172,7 @@ class Muon(torch.optim.Optimizer):
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._batched: list[Tensor] = []  # parameters of which this rank orthogonalizes something
-        self._strategies: dict[int, Strategy] = {}  # by id, of those that have not just owners
+        self._strategies: dict[int, Given] = {}  # by id, of those that have not just owners
         self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)
         self._averagers = Averagers()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.layout.matrices import Strategy
 
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
+Given: TypeAlias = Strategy | Literal["auto"]
+STRATEGIES: tuple[str, ...] = (*get_args(Strategy), "auto")
 _MISSING = ("full_replication", "fused")  # ways that others have
 
 
@@ -30,7 +31,7 @@ def check_strategy(strategy: object) -> None:
             raise ValueError(f"strategy={name!r} is unknown; use one of {', '.join(STRATEGIES)}")
 
 
-def strategies_of(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> dict[int, Strategy]:
+def strategies_of(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> dict[int, Given]:
     """By ``id``, the strategies of those of Muon's parameters that have not just owners.
 
     Of a mapping the first pattern counts that fits the name, as ``fnmatch`` has it.
@@ -41,7 +42,7 @@ def strategies_of(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str])
     Raises:
         ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes.
     """
-    found: dict[int, Strategy] = {}
+    found: dict[int, Given] = {}
     for group in groups:
         given = group["strategy"] if group["use_muon"] else "owner"
         for param in group["params"] if given != "owner" else ():

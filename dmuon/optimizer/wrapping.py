@@ -23,10 +23,10 @@ from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
-from dmuon.layout.matrices import Strategy
 from dmuon.model.makeup import sites_of
 from dmuon.model.matrix_spec import fault_of
 from dmuon.optimizer.state import Origin
+from dmuon.optimizer.strategies import Given
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (
     current_backward,
@@ -246,7 +246,7 @@ def find_residencies(
     origin: Origin,
     device: torch.device,
     last: Exchange | None,
-    strategies: Mapping[int, Strategy],
+    strategies: Mapping[int, Given],
 ) -> list[Residency]:
     """Where the parameters of Muon live: those that dmuon owns first, and what is exchanged last.
 

@@ -39,9 +39,7 @@ def warn_if_oversubscribed(shares: Sequence[HostShare], rank: int) -> None:
     Threads that wait for each other spin: two ranks of two threads on two CPUs take several times as long as of one.
     """
     host = shares[rank].host
-    neighbours = [r for r, share in enumerate(shares) if share.host == host]
-    threads = sum(shares[r].threads for r in neighbours)
-    cpus = len(frozenset().union(*(shares[r].cpus for r in neighbours)))
+    neighbours, threads, cpus = _crowd(shares, host)
     if rank == neighbours[0] and threads > cpus and len(neighbours) > 1:
         each = cpus // len(neighbours)
         remedy = f"set OMP_NUM_THREADS={each}, or call torch.set_num_threads with it" if each else "start fewer ranks"
@@ -49,6 +47,18 @@ def warn_if_oversubscribed(shares: Sequence[HostShare], rank: int) -> None:
             f"{len(neighbours)} ranks on host {host} compute with {threads} threads on {cpus} CPUs, which slows all of "
             f"them; {remedy}"
         )
+
+
+def is_oversubscribed(shares: Sequence[HostShare]) -> bool:
+    """Whether that is so on any host: then to compute on more ranks takes longer, not less long."""
+    return any(threads > cpus for _, threads, cpus in (_crowd(shares, share.host) for share in shares))
+
+
+def _crowd(shares: Sequence[HostShare], host: str) -> tuple[list[int], int, int]:
+    """The ranks of a host, their threads, and the CPUs for them."""
+    neighbours = [r for r, share in enumerate(shares) if share.host == host]
+    threads = sum(shares[r].threads for r in neighbours)
+    return neighbours, threads, len(frozenset().union(*(shares[r].cpus for r in neighbours)))
 
 
 def keep_for_ever(thing: object) -> None:

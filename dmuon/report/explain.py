@@ -231,7 +231,7 @@ def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRo
         ranks_text(row.owner for row in rows) if first.strategy == "owner" else first.strategy,
         _batches(rows),
         first.runs,
-        "" if first.owner is None else time_text(sum(known) if known else None),
+        time_text(sum(known)) if known else "" if first.owner is None else time_text(None),
         size_text(sum(row.held.get(here, 0) for row in rows)),
         size_text(sum(travels)) if travels else "unknown",
         made_of,

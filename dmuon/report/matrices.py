@@ -17,6 +17,7 @@ from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import OwnedMatrix, Part, resting
+from dmuon.exchanged.layouts import Layouts
 from dmuon.exchanged.user_round import UserRound
 from dmuon.layout.matrices import Parcel, Strategy, numbered
 from dmuon.layout.messages import parcel_messages
@@ -276,8 +277,16 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
             strategy=strategy,
         )
         labels = [(param, None) for param in batch.params] if whole else batch.labels
-        rows += [replace(row, tensor=names[id(param)], number=number) for param, number in labels]
+        of_call = [replace(row, tensor=names[id(param)], number=number) for param, number in labels]
+        rows += of_call if strategy == "owner" or layouts is None else [_predicted(one, layouts) for one in of_call]
     return rows
+
+
+def _predicted(row: MatrixRow, layouts: Layouts) -> MatrixRow:
+    """What was predicted as its strategy was chosen; nothing where that was given."""
+    name = row.tensor if row.number is None else f"{row.tensor}[{row.number}]"
+    choice = layouts.choices.get(name)
+    return row if choice is None else replace(row, predicted_ns=choice.predicted_ns)
 
 
 def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import dmuon
 from dmuon import create_dtensor_config
+from dmuon.exchanged import layouts
+from dmuon.solver import CostTable
 
 WAYS = ("replicated", "sharded")
 SHAPES = [(12, 8), (7, 13), (2, 11), (9, 1), (4, 6, 5)]
@@ -193,6 +197,64 @@ def test_patterns_and_groups_say_which_matrices(rank: int, world: int) -> None:
     assert "sharded" in text and "replicated" in text
 
 
+# -- chosen by prediction -------------------------------------------------------------------------------------------
+
+WIDE = [(64, 512), *[(8, 8)] * 6]
+EVEN = [(64, 512)] * 4
+
+
+def costs_of(wide: int, small: int) -> CostTable:
+    return CostTable({(64, 512): {1: wide}, (8, 8): {1: small}})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "wide", "small", "latency", "expected"),
+    [
+        (WIDE, 10**8, 10**5, 10**4, {"sharded": 1, "owner": 6}),  # one matrix outweighs all others
+        (WIDE[:1], 10**8, 10**5, 10**4, {"sharded": 1}),  # there is no other
+        (WIDE, 10**8, 10**5, 25 * 10**6, {"owner": 7}),  # its two sums and two exchanges take as long as it does
+        (WIDE, 10**8, 10**5, 10**9, {"replicated": 7}),  # and here nothing else matters
+        (WIDE, 10**5, 10**6, 10**4, {"owner": 7}),
+        (EVEN, 10**8, 10**5, 10**4, {"owner": 4}),  # owners have as many
+        (WIDE[1:], 10**8, 10**4, 10**7, {"replicated": 6}),  # an exchange takes longer than all of them
+        (WIDE[1:], 10**8, 10**7, 10**4, {"owner": 6}),
+    ],
+)
+@on_ranks(2)
+def test_auto_gives_a_matrix_what_is_predicted_to_be_shorter(
+    rank: int, world: int, shapes: Any, wide: int, small: int, latency: int, expected: dict[str, int]
+) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    weights = Weights()
+    for i, shape in enumerate(shapes):
+        weights.shard(i, shape, mesh, [Shard(0)])
+    config = create_dtensor_config(costs=costs_of(wide, small))
+    with (
+        mock.patch.object(layouts, "link_ns_per_byte", lambda _: 2.0**-5),
+        mock.patch.object(layouts, "link_latency_ns", lambda _: float(latency)),
+    ):
+        optimizer = weights.optimizer(config, strategy="auto")
+    assert Counter(one.strategy for one in optimizer.exchanged()) == expected
+    report = "\n".join(optimizer.exchange_report())
+    assert report.count("strategy of") == sum(expected.values()) - expected.get("owner", 0)
+    weights.train(optimizer, 2)
+    weights.check(optimizer)
+
+
+def test_auto_on_a_model_with_stacks_is_as_one_process(ranks: RankPool) -> None:
+    ranks(2, automatic)
+
+
+def automatic(rank: int, world: int) -> None:
+    """By estimated costs of a GPU, beside whose latency these matrices take no time."""
+    weights = laid_by_hand(world)
+    optimizer = optimizer_of(weights, strategy="auto")
+    found = Counter(one.strategy for one in optimizer.exchanged())
+    assert found["replicated"] > found["owner"] > 0, "matrices of stacks that one rank has stay with it"
+    weights.train(optimizer, 2)
+    weights.check(optimizer)
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +263,7 @@ def test_patterns_and_groups_say_which_matrices(rank: int, world: int) -> None:
     [
         ("full_replication", ValueError, "'full_replication' is not implemented; use 'replicated'"),
         ("fused", ValueError, "'fused' is not implemented; use 'replicated'"),
-        ("shared", ValueError, "strategy='shared' is unknown; use one of owner, replicated, sharded"),
+        ("shared", ValueError, "strategy='shared' is unknown; use one of owner, replicated, sharded, auto"),
         ({"*": "owners"}, ValueError, "strategy='owners' is unknown"),
         (None, TypeError, "strategy must be a name, or a mapping of patterns"),
         ({0: "owner"}, TypeError, "strategy must map patterns of names"),

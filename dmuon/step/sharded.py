@@ -39,7 +39,7 @@ class ShardedRound(ExchangedRound):
 
     def __init__(self, index: int, batches: Sequence[SharedBatch], what: str) -> None:
         super().__init__(index, batches, what)
-        self._total = partial(_sum, self.domain, f"Gram matrices of {what}")
+        self._total = partial(_add_up_over, self.domain, f"Gram matrices of {what}")
 
     def orthogonalize(
         self, numerics: Numerics, batch: Batch, run_of: tuple[int, int], x: Tensor, norms: Tensor, timer: PhaseTimer
@@ -59,6 +59,6 @@ def variant_of(numerics: Numerics, batch: Batch, device: torch.device) -> Varian
     return sliced_variant(batch.shape, batch.count, slices, numerics.sequence, numerics.storage, device)
 
 
-def _sum(domain: Domain, what: str, gram: Tensor) -> None:
+def _add_up_over(domain: Domain, what: str, gram: Tensor) -> None:
     launch = partial(dist.all_reduce, gram, group=domain.group, async_op=True)
     domain.monitor.start(domain.lane, what, launch).wait()

@@ -34,7 +34,7 @@ from dmuon.optimizer.options import Description, check_edited, check_scales, des
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
-from dmuon.optimizer.strategies import Given, strategies_of
+from dmuon.optimizer.strategies import Given, check_strategy, strategies_of
 from dmuon.optimizer.wrapping import Averagers, Wrapping, check_moment, find_residencies, replicated_by_ddp
 from dmuon.platform import host
 from dmuon.platform.options import check_flag
@@ -143,7 +143,6 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "ns_dtype": ns_dtype,
             "adjust_lr_fn": adjust_lr_fn,
-            "strategy": strategy,
         }
         adamw: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
@@ -152,7 +151,8 @@ class Muon(torch.optim.Optimizer):
             "eps": adamw_eps,
         }
         copies = replicated_by_ddp(params)
-        self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward)
+        check_strategy(strategy)
+        self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward, strategy)
         self._start_empty()
         self._qk_clip = qk_clip
         self._built = False  # torch adds the first groups one by one
@@ -286,7 +286,7 @@ class Muon(torch.optim.Optimizer):
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._origin.names)
         self._wrapping.note(self.param_groups)
-        self._strategies = strategies_of(self.param_groups, self._names)
+        self._strategies = strategies_of(self.param_groups, self._names, self._origin.strategy)
         residencies = find_residencies(muon, self._names, self._origin, self._device, self._exchange, self._strategies)
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
@@ -405,7 +405,10 @@ class Muon(torch.optim.Optimizer):
         described = [*map(describe, self.param_groups)]
         if described != self._checked:
             check_edited(self.param_groups)
-            if self._is_as_laid_out() and strategies_of(self.param_groups, self._names) != self._strategies:
+            if (
+                self._is_as_laid_out()
+                and strategies_of(self.param_groups, self._names, self._origin.strategy) != self._strategies
+            ):
                 raise ValueError(
                     "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the "
                     "new one, and load the state dict of this one into it"

@@ -11,6 +11,7 @@ from dmuon.layout.matrices import Strategy
 
 Given: TypeAlias = Strategy | Literal["auto"]
 STRATEGIES: tuple[str, ...] = (*get_args(Strategy), "auto")
+STRATEGY = "strategy"  # the option of a group that has its own
 _MISSING = ("full_replication", "fused")  # ways that others have
 
 
@@ -31,20 +32,23 @@ def check_strategy(strategy: object) -> None:
             raise ValueError(f"strategy={name!r} is unknown; use one of {', '.join(STRATEGIES)}")
 
 
-def strategies_of(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> dict[int, Given]:
+def strategies_of(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], default: str | Mapping[str, str]
+) -> dict[int, Given]:
     """By ``id``, the strategies of those of Muon's parameters that have not just owners.
 
     Of a mapping the first pattern counts that fits the name, as ``fnmatch`` has it.
 
     Args:
         names: of the parameters, by ``id``.
+        default: of groups that do not say.
 
     Raises:
         ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes.
     """
     found: dict[int, Given] = {}
     for group in groups:
-        given = group["strategy"] if group["use_muon"] else "owner"
+        given = group.get(STRATEGY, default) if group["use_muon"] else "owner"
         for param in group["params"] if given != "owner" else ():
             name = names[id(param)]
             chosen: Any = given

@@ -101,7 +101,7 @@ def test_a_model_on_a_layout_trains_as_in_one_process(ranks: RankPool, name: str
 
 @pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.bfloat16, 0.05), (torch.float16, 0.01), ("mixed", 0.05), (torch.float64, 1e-5)]
+    ("dtype", "limit"), [(torch.bfloat16, 0.05), (torch.float16, 0.03), ("mixed", 0.05), (torch.float64, 1e-5)]
 )
 @on_ranks(2)
 def test_other_dtypes_are_as_near_to_one_process_as_owners_are(
@@ -159,8 +159,9 @@ def test_a_state_dict_of_one_strategy_loads_under_another(rank: int, world: int,
     before = optimizer_of(weights, strategy=first)
     weights.train(before, 2)
     saved = copy.deepcopy(before.state_dict())
-    assert "strategy" not in saved["param_groups"][0]
-    after = optimizer_of(weights, strategy=second)
+    groups = [{"params": list(weights.params), "use_muon": True, "strategy": second}]
+    after = weights.optimizer(create_dtensor_config(costs="flops"), groups)
+    saved["param_groups"][0]["strategy"] = first  # as that of a group would be saved
     after.load_state_dict(saved)
     assert after.param_groups[0]["strategy"] == second
     weights.train(after, 1)
@@ -312,3 +313,5 @@ def test_an_edited_strategy_is_refused_before_anything_has_changed(rank: int, wo
     with pytest.raises(ValueError, match="the strategy of a group was edited"):
         optimizer.step()
     assert all(map(torch.equal, before, map(local_tensor, weights.params)))
+    with pytest.raises(ValueError, match="'strategy' is unknown to a AdamW group"):
+        dmuon.Muon([{"params": [nn.Parameter(torch.zeros(2))], "use_muon": False, "strategy": "sharded"}])

@@ -50,8 +50,7 @@ _GRAM_CALL = 1.4
 # CPUs that multiply bf16: the time of a product in it over that in fp32, by `python bench/newton_schulz.py --halves`.
 _BF16_COST = 0.45
 
-# To sum one number over ranks takes as long as so many multiply-adds; on accelerators by their data sheets, unmeasured.
-_CPU_SUM = 400
+# On accelerators, to sum one number over ranks takes as long as so many multiply-adds of halves; by data sheets.
 _SUM = 4000
 
 # What a product with a symmetric result costs, relative to a whole one.
@@ -147,13 +146,13 @@ def sliced_variant(
     """For ``k`` matrices of ``shape`` of which so many ranks have ``slices``; see ``total`` of :func:`run`.
 
     Restarts, at each of which ranks meet, do not depend on what multiplies there: they are safe ones of the Gram form;
-    or before every step where that takes less, as of thin slices, with sums; and in bf16, as without slices.
+    or before every step, which is the standard form, where that takes less, as of thin slices, and in bf16.
     """
     restarts = safe_restarts(coefficients, storage)
     if not isinstance(coefficients, Squares):
         steps = len(coefficients)
         every = tuple(range(1, steps))
-        of_sum = min(shape) ** 2 * (_CPU_SUM if device.type == "cpu" else _SUM)
+        of_sum = min(shape) ** 2 * (_SUM if storage in HALF and device.type != "cpu" else 0)
         costs = [slice_cost(shape, slices, steps, r) + (len(r) + 1) * of_sum for r in (every, restarts)]
         restarts = every if storage == torch.bfloat16 or costs[0] < costs[1] else restarts
     chosen = choose_variant(shape, k, coefficients, storage, device, method="gram", restarts=restarts)

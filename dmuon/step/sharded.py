@@ -7,7 +7,7 @@ elements a restart block, in fp32 where storage is half, and rounded once. What 
 itself, and ``QX`` is of its slice. Norms are joined before, for all rounds of a step together.
 
 Communication, of ``g`` ranks: each gets ``mn / g`` elements before and after, and sums ``m²`` in each of the restart
-blocks: two with all presets in fp32 and fp16, or all five steps where slices are thinner than about ``m``.
+blocks: two with all presets in fp32 and fp16, or all five steps where slices are thinner than ``1.5 m``, and in bf16.
 
 Break-even: products with ``X``, ``2 m² n`` multiply-adds a block, are divided by ``g``, those of ``m × m`` are not.
 With thin slices a matrix takes ``(2 n / (g m) + 1) / (2 n / m + 1)`` of its time, and five all-reduces. That gains

@@ -58,6 +58,8 @@ from .variant import (
     choose_variant,
     products_on,
     rule_on,
+    slice_cost,
+    sliced_variant,
     user_cache_directory,
     variant_fault,
 )
@@ -105,6 +107,8 @@ __all__ = [
     "rule_on",
     "run",
     "safe_restarts",
+    "slice_cost",
+    "sliced_variant",
     "storage_dtype",
     "storage_spans",
     "streams_in_place",

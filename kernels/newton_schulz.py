@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
@@ -37,6 +37,7 @@ from .variant import (
 _CONVERT = "convert it, for example with x.float()"
 
 CoefficientsArg: TypeAlias = "str | Sequence[float] | Sequence[Sequence[float]]"
+Total: TypeAlias = Callable[[Tensor], None]  # adds, in place, what the Gram matrices of all slices are
 
 
 def orthogonalize(
@@ -122,12 +123,18 @@ def run(
     variant: Variant,
     coefficients: Polynomial,
     storage: Storage,
+    total: Total | None = None,
 ) -> Tensor:  # (k, m, n)
     """Orthogonalize matrices that :func:`normalize` made, piece by piece; ``x`` is overwritten or returned.
 
     The result is in ``x``'s dtype.
+
+    Args:
+        total: ``x`` is a slice of matrices, along their long side, which comes second. Others have the other slices,
+            and each Gram matrix is the sum of theirs: ``total`` gets this one's part in fp32 (or wider), once a restart
+            block and piece. Everything else is of one slice, or of the small side.
     """
-    if not x.numel():
+    if not x.numel() and total is None:
         return x
     if variant.replay:
         eager = replace(variant, replay=False)
@@ -135,16 +142,16 @@ def run(
     spans = stages(variant, coefficients, storage, x.device)
     with full_precision(x.device):
         if x.shape[0] == 1:  # it may be small, where every call counts
-            result = _through(x[0], spans).unsqueeze(0)
+            result = _through(x[0], spans, None, total).unsqueeze(0)
             return result if result.dtype == x.dtype else result.to(x.dtype)
         if variant.piece >= len(x):
-            return _through(x, spans).to(x.dtype)
+            return _through(x, spans, None, total).to(x.dtype)
         workspaces: list[Workspace] = []
         for piece in torch.split(x, variant.piece):
             source = piece if len(piece) > 1 else piece[0]
             if not workspaces or workspaces[0].spare.shape != source.shape:  # the last piece may be smaller
                 workspaces = [Workspace(torch.empty_like(source, dtype=one.carrier), []) for _, one in spans]
-            result = _through(source, spans, workspaces)
+            result = _through(source, spans, workspaces, total)
             if result is not source:
                 source.copy_(result)
     return x
@@ -210,11 +217,13 @@ def stages(variant: Variant, coefficients: Polynomial, storage: Storage, device:
     return tuple(found)
 
 
-def _through(x: Tensor, spans: _Spans, workspaces: Sequence[Workspace] | None = None) -> Tensor:
+def _through(
+    x: Tensor, spans: _Spans, workspaces: Sequence[Workspace] | None = None, total: Total | None = None
+) -> Tensor:
     for index, (iteration, arithmetic) in enumerate(spans):
         if index:
             x = arithmetic.round_(x.to(arithmetic.carrier))
-        x = iterate(x, iteration, arithmetic, workspaces[index] if workspaces else None)
+        x = iterate(x, iteration, arithmetic, workspaces[index] if workspaces else None, total)
     return x
 
 
@@ -287,7 +296,13 @@ class Workspace:
     squares: list[Tensor]
 
 
-def iterate(x: Tensor, iteration: Iteration, arithmetic: Arithmetic, workspace: Workspace | None = None) -> Tensor:
+def iterate(
+    x: Tensor,
+    iteration: Iteration,
+    arithmetic: Arithmetic,
+    workspace: Workspace | None = None,
+    total: Total | None = None,
+) -> Tensor:
     """Run ``iteration`` on normalised ``x``, ``(m, n)`` or ``(k, m, n)``, in ``arithmetic``'s carrier.
 
     The result is in ``x`` or in the workspace's ``spare``, and both are overwritten. Beside these two, intermediate
@@ -298,29 +313,45 @@ def iterate(x: Tensor, iteration: Iteration, arithmetic: Arithmetic, workspace: 
     free: list[Tensor] = [] if workspace is None else workspace.squares
     if isinstance(steps, Squares):
         for squares in steps.blocks:
-            x, spare = _block_of_squares(x, squares, arithmetic, spare, free), x
+            x, spare = _block_of_squares(x, squares, arithmetic, spare, free, total), x
         return x
     if iteration.method == "standard":
-        return _standard_steps(x, steps, arithmetic, spare, free)
+        return _standard_steps(x, steps, arithmetic, spare, free, total)
     for start, stop in itertools.pairwise((0, *iteration.restarts, len(steps))):
         block = steps[start:stop]
-        x, spare = _gram_block(x, block, arithmetic, iteration.whole_v and start > 0, spare, free), x
+        x, spare = _gram_block(x, block, arithmetic, iteration.whole_v and start > 0, spare, free, total), x
     return x
 
 
 # Below, ``free`` are squares of a workspace to write to. Where there is none, ``out=None`` makes a new one.
 
 
+def _add_up(gram: Tensor, arithmetic: Arithmetic, total: Total) -> None:
+    """The sum over all slices, in place, rounded once."""
+    wide = gram if gram.dtype in (torch.float32, torch.float64) else gram.float()
+    total(wide)
+    if wide is not gram:
+        gram.copy_(wide)
+    arithmetic.round_(gram)
+
+
 def _standard_steps(
-    x: Tensor, steps: Coefficients, arithmetic: Arithmetic, spare: Tensor, free: list[Tensor]
+    x: Tensor,
+    steps: Coefficients,
+    arithmetic: Arithmetic,
+    spare: Tensor,
+    free: list[Tensor],
+    total: Total | None = None,
 ) -> Tensor:
     """Steps of the standard form; the result is in ``x`` or ``spare``."""
     _, add, gram, symmetric = arithmetic.matrices if x.ndim == 2 else arithmetic.batches
-    wide = x.shape[-2] <= x.shape[-1]
+    wide = total is not None or x.shape[-2] <= x.shape[-1]
     x_t, spare_t = x.mT, spare.mT
     r, z = free.pop() if free else None, free.pop() if free else None
     for a, b, c in steps:
         r = gram(x, x_t, out=r) if wide else gram(x_t, x, out=r)
+        if total is not None:
+            _add_up(r, arithmetic, total)
         z = symmetric(r, r, r, alpha=c, beta=b, out=z)
         if wide:
             add(x, z, x, beta=a, out=spare)
@@ -332,7 +363,13 @@ def _standard_steps(
 
 
 def _gram_block(
-    x: Tensor, coefficients: Coefficients, arithmetic: Arithmetic, whole_v: bool, out: Tensor, free: list[Tensor]
+    x: Tensor,
+    coefficients: Coefficients,
+    arithmetic: Arithmetic,
+    whole_v: bool,
+    out: Tensor,
+    free: list[Tensor],
+    total: Total | None = None,
 ) -> Tensor:
     """``X`` after the steps of one restart block, in ``out``.
 
@@ -341,12 +378,14 @@ def _gram_block(
     whole: kept as ``Q - sI`` it cancels where ``Q`` is small, which measured ten times worse.
     """
     if len(coefficients) == 1:
-        _standard_steps(x, coefficients, arithmetic, out, free)
+        _standard_steps(x, coefficients, arithmetic, out, free, total)
         return out
     multiply, _, gram, symmetric = arithmetic.matrices if x.ndim == 2 else arithmetic.batches
-    wide = x.shape[-2] <= x.shape[-1]
+    wide = total is not None or x.shape[-2] <= x.shape[-1]
     last = len(coefficients) - 1
     r = gram(x, x.mT, out=free.pop() if free else None) if wide else gram(x.mT, x, out=free.pop() if free else None)
+    if total is not None:
+        _add_up(r, arithmetic, total)
     q: Tensor | None = None
     for index, (a, b, c) in enumerate(coefficients):
         z = symmetric(r, r, r, alpha=c, beta=b, out=free.pop() if free else None)
@@ -370,11 +409,18 @@ def _gram_block(
 
 
 def _block_of_squares(
-    x: Tensor, squares: Sequence[Square], arithmetic: Arithmetic, out: Tensor, free: list[Tensor]
+    x: Tensor,
+    squares: Sequence[Square],
+    arithmetic: Arithmetic,
+    out: Tensor,
+    free: list[Tensor],
+    total: Total | None = None,
 ) -> Tensor:
     """``X`` after one block, in ``out``. Each ``S`` is stored once, as the next factor and a later addend."""
-    wide = x.shape[-2] <= x.shape[-1]
+    wide = total is not None or x.shape[-2] <= x.shape[-1]
     stored = [arithmetic.gram(x if wide else x.mT, out=free.pop() if free else None)]
+    if total is not None:
+        _add_up(stored[0], arithmetic, total)
     for square in squares[:-1]:
         stored.append(arithmetic.square(stored[-1], square, stored, out=free.pop() if free else None))
     q = arithmetic.square(stored[-1], squares[-1], stored, out=stored[0])  # R is read there for the last time

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .coefficients import Polynomial, Squares, checked_restarts, restarts_hold, span_restarts
+from .coefficients import Polynomial, Squares, checked_restarts, restarts_hold, safe_restarts, span_restarts
 from .device import HALF, INTERPRETED, Storage, kernels_of, storage_spans
 from .symmetric_cpu import worth_splitting
 
@@ -49,6 +49,9 @@ _GRAM_CALL = 1.4
 
 # CPUs that multiply bf16: the time of a product in it over that in fp32, by `python bench/newton_schulz.py --halves`.
 _BF16_COST = 0.45
+
+# On accelerators, to sum one number over ranks takes as long as so many multiply-adds of halves; by data sheets.
+_SUM = 4000
 
 # What a product with a symmetric result costs, relative to a whole one.
 _SYMMETRIC_COST = {"torch": 1.0, "split": 0.7, "triton": 0.5, "quack": 0.5}
@@ -134,6 +137,32 @@ def choose_variant(
     if backend == "auto":
         backend = _usual_backend(shape, k, dtype, device, fused=isinstance(coefficients, Squares))
     return _formed(shape, k, coefficients, dtype, device, method, restarts, backend)
+
+
+@lru_cache(maxsize=4096)
+def sliced_variant(
+    shape: tuple[int, int], k: int, slices: int, coefficients: Polynomial, storage: Storage, device: torch.device
+) -> Variant:
+    """For ``k`` matrices of ``shape`` of which so many ranks have ``slices``; see ``total`` of :func:`run`.
+
+    Restarts, at each of which ranks meet, do not depend on what multiplies there: they are safe ones of the Gram form;
+    or before every step, which is the standard form, where that takes less, as of thin slices, and in bf16.
+    """
+    restarts = safe_restarts(coefficients, storage)
+    if not isinstance(coefficients, Squares):
+        steps = len(coefficients)
+        every = tuple(range(1, steps))
+        of_sum = min(shape) ** 2 * (_SUM if storage in HALF and device.type != "cpu" else 0)
+        costs = [slice_cost(shape, slices, steps, r) + (len(r) + 1) * of_sum for r in (every, restarts)]
+        restarts = every if storage == torch.bfloat16 or costs[0] < costs[1] else restarts
+    chosen = choose_variant(shape, k, coefficients, storage, device, method="gram", restarts=restarts)
+    return replace(chosen, piece=k)
+
+
+def slice_cost(shape: tuple[int, int], slices: int, steps: int, restarts: Sequence[int]) -> float:
+    """Multiply-adds for one of so many slices of a matrix, with whole products; see ``total`` of :func:`run`."""
+    small, length, blocks = min(shape), max(shape) / slices, len(restarts) + 1
+    return small**2 * (2 * blocks * length + (4 * steps - 3 * blocks) * small)  # as relative_cost counts
 
 
 def rule_on(

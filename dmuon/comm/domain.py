@@ -19,8 +19,8 @@ from torch import Tensor
 from dmuon.comm.monitor import Line, Monitor, Parts, Pending, Works, gather, scratch
 from dmuon.comm.process_groups import connect, make_group, named, this_rank
 from dmuon.layout.buffer import choose_transport, lay_spans
-from dmuon.layout.matrices import Parcel, Route, Spread, travels
-from dmuon.layout.shards import Piece
+from dmuon.layout.matrices import Parcel, Route, Spread
+from dmuon.layout.shards import Piece, split_dim
 from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
 from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import backend_of, default_group_is_bound
@@ -98,7 +98,7 @@ class AllToAll:
     def __init__(self, routes: Sequence[Route], domain: Domain, stacks: Iterable[Sequence[int]] = ()) -> None:
         here = domain.position
         self.domain = domain
-        self.travels = travels(routes)
+        self.travels = any(route.travels for route in routes)
         rows: dict[int, tuple[int, int]] = {}  # by number of the route: of which stack, and where in it
         for stack in stacks:
             begin = 0
@@ -115,6 +115,8 @@ class AllToAll:
         sends = [(to, i) for i, r in enumerate(routes) if here in r.senders for to in r.receivers if to != here]
         for receiver, i in sorted(sends):
             own, piece, count = routes[i].senders[here], routes[i].piece(here, receiver), routes[i].count
+            if not piece.numel:
+                continue
             assert i not in rows or piece == own, "a stack travels as it is"
             self.outgoing[receiver] += count * piece.numel
             number, begin = rows.get(i, (i, 0))
@@ -134,14 +136,18 @@ class AllToAll:
             if here not in route.receivers:
                 continue
             assert i not in rows or here not in route.senders, "a part of a stack stays on no rank"
-            gets += [(sender, i) for sender in route.senders if sender != here]
+            pieces = {sender: piece for sender in route.senders if (piece := route.piece(sender, here)).numel}
+            gets += [(sender, i) for sender in pieces if sender != here]
             if i not in rows:
-                parts = {sender: _Part(route.piece(sender, here), route.count) for sender in route.senders}
+                want = route.receivers[here]
+                places = {sender: piece.seen_from(want) for sender, piece in pieces.items()}
+                places = dict(sorted(places.items(), key=lambda item: [runs[0][0] for runs in item[1].runs]))
+                parts = {sender: _Part(pieces[sender], place, route.count) for sender, place in places.items()}
                 if here in parts:
-                    parts[here].cut = _cut_between(route.senders[here], parts[here].piece)
-                piece = route.receivers[here]
-                is_one = [part.piece for part in parts.values()] == [piece]
-                wanted[i] = _Wanted((route.count, *piece.shape), parts, is_one, route.layout.split_dim)
+                    parts[here].cut = _cut_between(route.senders[here], pieces[here])
+                is_one = list(pieces.values()) == [want]
+                along = split_dim(want.shape, tuple(places.values()))
+                wanted[i] = _Wanted((route.count, *want.shape), parts, is_one, along)
         run: _Part | None = None  # neighbours of one stack, perhaps of several senders
         follows: tuple[int, int] | None = None  # of which stack, and where in it, the next one would join the run
         for sender, i in sorted(gets):
@@ -151,7 +157,7 @@ class AllToAll:
                 self.sections[-1] += count * piece.numel
                 run.count += count
             else:
-                run = _Part(piece, count) if i in rows else None
+                run = _Part(piece, piece, count) if i in rows else None
                 if run is not None:
                     wanted[i] = _Wanted(piece.shape, {sender: run}, True, None)
                 wanted[i].parts[sender].section = len(self.sections)
@@ -164,7 +170,7 @@ _Block = tuple[tuple[slice, ...], tuple[slice, ...]]  # in a piece, and in the w
 
 
 class _Cut:
-    """Part of each of some matrices: where it is one block, the ``index`` of a view of it."""
+    """Part of what a rank has of each of some matrices: where it is one block, the ``index`` of a view of it."""
 
     def __init__(self, piece: Piece) -> None:
         self.shape, self.blocks = piece.shape, _blocks(piece)
@@ -190,10 +196,14 @@ class _Send:
 
 
 class _Part:
-    """What one rank has of what this rank wants: a section of what arrives, or else cut from what is here."""
+    """What one rank has of what this rank wants: a section of what arrives, or else cut from what is here.
 
-    def __init__(self, piece: Piece, count: int) -> None:
-        self.piece, self.count, self.shape, self.blocks = piece, count, piece.shape, _blocks(piece)
+    Args:
+        place: the same by index in what this rank wants.
+    """
+
+    def __init__(self, piece: Piece, place: Piece, count: int) -> None:
+        self.count, self.shape, self.blocks = count, piece.shape, _blocks(place)
         self.section: int | None = None
         self.cut: _Cut | None = None
 
@@ -209,8 +219,8 @@ class _Wanted:
 
 
 def _cut_between(source: Piece, piece: Piece) -> _Cut | None:
-    """What ``source`` has is the same, for which nothing is to do, or the whole."""
-    return None if piece == source else _Cut(piece)
+    """Of what ``source`` has; where that is the same, nothing is to do."""
+    return None if piece == source else _Cut(piece.seen_from(source))
 
 
 def _blocks(piece: Piece) -> list[_Block]:

@@ -7,6 +7,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,17 +24,24 @@ from dmuon.exchanged.copies_vote import Copies, CopiesVote, lines_of
 from dmuon.exchanged.generators import ByLayout, default_config
 from dmuon.exchanged.layouts import Layouts, lay_out, owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
-from dmuon.layout.matrices import Region, Spread, numbered, stack_shape
+from dmuon.layout.matrices import Region, Spread, Strategy, numbered, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_dtensor, place_replicated, ranks_of_mesh
 from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
+from dmuon.step.replicated import ReplicatedRound
 from dmuon.step.residency import Options, Residency, Sharing, layouts_and_gradients, memberships
-from dmuon.step.rounds import Round, exchanged_rounds, longest_first
+from dmuon.step.rounds import ExchangedRound, Round, exchanged_rounds, longest_first
+from dmuon.step.sharded import ShardedRound
 
 _VOTE = "vote before step()"
+_KINDS: Mapping[Strategy, type[ExchangedRound]] = {
+    "owner": ExchangedRound,
+    "replicated": ReplicatedRound,
+    "sharded": ShardedRound,
+}
 
 
 def exchange_for(
@@ -43,6 +52,7 @@ def exchange_for(
     device: torch.device,
     last: Exchange | None,
     ns: NsOptions,
+    strategies: Mapping[int, Strategy | Literal["auto"]] = MappingProxyType({}),
 ) -> Exchange | None:
     """How an optimizer exchanges ``params``; None if every parameter is local to one rank. Collective.
 
@@ -53,6 +63,10 @@ def exchange_for(
         device: in case that there are no parameters.
         last: the same optimizer's before, whose process groups, and plans that still fit, are used again.
         ns: how it orthogonalizes.
+        strategies: by ``id``, of those parameters that have not just owners.
+
+    Raises:
+        ValueError: strategies beside a user's own functions.
     """
     config = given or default_config(copies, params)
     if config is None or not (params or dist.is_initialized()):
@@ -62,13 +76,23 @@ def exchange_for(
     functions: tuple[object, ...] = (config.assign_fn, config.gather_fn, config.redistribute_fn)
     assigned, gathered, redistributed = (fn.recipe if isinstance(fn, ByLayout) else None for fn in functions)
     by_layout = gathered is not None and gathered is redistributed
+    by_recipe = by_layout and assigned is gathered
     recipe = gathered if by_layout else assigned  # None leaves to the user's functions where parameters lie
     layouts: Layouts | None = None
     if recipe is not None:
-        layouts = lay_out(recipe, params, names, device=device, last=old, among_holders=by_layout)
+        layouts = lay_out(
+            recipe,
+            params,
+            names,
+            device=device,
+            last=old,
+            among_holders=by_layout,
+            strategies=strategies if by_recipe else {},
+        )
         state[LAYOUTS] = layouts
     owners = (GlobalRank(0),) * len(params)
-    first = FirstError(through=(CollectiveError,))
+    refused = _beside_own_functions(strategies, params, names) if strategies and not by_recipe else None
+    first = FirstError(refused, through=(CollectiveError,))
     with first:  # ranks that share other matrices with this one must hear of whatever is raised
         if layouts is not None and assigned is recipe:
             layouts = state[LAYOUTS] = plan(layouts, old, ns)
@@ -105,6 +129,18 @@ def exchange_for(
     return UserExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
 
 
+def _beside_own_functions(
+    strategies: Mapping[int, str], params: Sequence[Tensor], names: Sequence[str]
+) -> ValueError | None:
+    for param, name in zip(params, names, strict=True):
+        if id(param) in strategies:
+            return ValueError(
+                f"strategy={strategies[id(param)]!r} for {name!r}, and functions of the user's own in "
+                "distributed_config say who orthogonalizes what: leave strategy= out, or use a generated configuration"
+            )
+    return None
+
+
 def _domain_of_users(
     config: DistributedConfig, params: Sequence[Tensor], device: torch.device, last: Exchange | None
 ) -> Domain | None:
@@ -137,14 +173,19 @@ def _require_same_owners(
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """Matrices of one parameter that have one owner, as people want to see them; ``count`` of them."""
+    """Matrices of one parameter that have one owner, as people want to see them; ``count`` of them.
+
+    Attributes:
+        owner: None where, by their strategy, several ranks orthogonalize them.
+    """
 
     name: str
     shape: str
     lies_as: str
     ranks: str
-    owner: GlobalRank
+    owner: GlobalRank | None
     count: int = 1
+    strategy: Strategy = "owner"
 
 
 class _Ballot:
@@ -363,6 +404,7 @@ class LayoutExchange(Exchange):
                 nbytes=options.chunk_bytes,
                 together=self.config.async_gpu_parallelism,
                 order=longest_first,
+                kinds=_KINDS,
             ):
                 rounds.append(round_)
                 if round_.exchanged:  # the first vote compares it
@@ -378,8 +420,10 @@ class LayoutExchange(Exchange):
             if task.region is not None:
                 first, last = task.numbers[0], task.numbers[-1]
                 name += f"[{first}]" if first == last else f"[{first}…{last}]"
-            owner = ranks[shared.parcel.owner]
-            rows.append(_row(task.param, name, task.shape, "plain tensors", ranks, owner, task.count))
+            strategy = shared.parcel.strategy
+            owner = ranks[shared.parcel.owner] if strategy == "owner" else None
+            row = _row(task.param, name, task.shape, "plain tensors", ranks, owner)
+            rows.append(replace(row, count=task.count, strategy=strategy))
         return rows
 
     def repeated(self) -> list[str]:
@@ -415,7 +459,14 @@ class LayoutExchange(Exchange):
 
     def report(self) -> list[str]:
         plans = self.layouts.plans.items()
-        return [f"ranks {listed(ranks, ' ')}: {plan.report()}" for ranks, plan in plans]
+        lines = [f"ranks {listed(ranks, ' ')}: {plan.report()}" for ranks, plan in plans]
+        for name, choice in self.layouts.choices.items():
+            here, by_owners = choice.step_ns
+            lines.append(
+                f"strategy of {name}: {choice.strategy}, predicted {choice.predicted_ns / 1e6:.3f} ms on each rank; "
+                f"with it all matrices {here / 1e6:.3f} ms, by owners alone {by_owners / 1e6:.3f} ms"
+            )
+        return lines
 
 
 @dataclass(eq=False, repr=False)
@@ -468,9 +519,8 @@ def _row(
     shape: Sequence[int],
     plain: str,
     ranks: Sequence[GlobalRank],
-    owner: GlobalRank,
-    count: int = 1,
+    owner: GlobalRank | None,
 ) -> Exchanged:
     """``plain`` says how a tensor lies that is no DTensor."""
     lies_as = ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain
-    return Exchanged(name, "x".join(map(str, shape)), lies_as, listed(ranks, " "), owner, count)
+    return Exchanged(name, "x".join(map(str, shape)), lies_as, listed(ranks, " "), owner)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from socket import gethostname
+from types import MappingProxyType
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import this_rank
 from dmuon.exchanged.config import LayoutOptions, LayoutRecipe
-from dmuon.layout.matrices import Parcel, Region, Share, numbered, spread_over_all, stack_shape
+from dmuon.layout.matrices import Parcel, Region, Share, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import (
     ParameterLayout,
     part_among_holders,
@@ -35,18 +37,21 @@ from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed, position_in
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.planning.agreed_plan import Speeds, make_plan
-from dmuon.planning.cost_lookup import link_ns_per_byte
+from dmuon.planning.cost_lookup import link_latency_ns, link_ns_per_byte
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.planning.strategies import Choice, Link, choose
+from dmuon.platform.host import HostShare, is_oversubscribed
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
-from dmuon.solver import Matrix, unmeasured_batch
+from dmuon.solver import CostTable, Matrix, unmeasured_batch
 from dmuon.step.batches import Shared, Task
 
 _log = logger(__name__)
 
 _SHOWN_PIECES = 16
 _NOMINAL_NS_PER_BYTE = 1 / 50  # 50 GB/s, beside costs that are estimated from FLOPs
+_NOMINAL_LATENCY_NS = 2e4  # of a collective, likewise
 _WIRE_BYTES = 8  # of an element, to the owner and back in fp32
 
 
@@ -62,6 +67,9 @@ class Layouts:
         whole: all ranks of the recipe's grid, some of which may share nothing; None without a grid of several ranks.
         among_holders: ranks that hold the same matrices of a stack exchange these among themselves.
         plans: who is to own what, by the ranks that share it; empty before they have planned.
+        strategies: how the matrices of each parameter are orthogonalized that several ranks hold; none is ``"auto"``
+            once they have planned.
+        choices: by its name in plans, what was chosen for a matrix of strategy ``"auto"``, if that is not its owner.
     """
 
     recipe: LayoutRecipe
@@ -73,6 +81,8 @@ class Layouts:
     whole: Domain | None
     among_holders: bool = False
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
+    strategies: tuple[Strategy | Literal["auto"], ...] = ()
+    choices: Mapping[str, Choice] = field(default_factory=dict)
 
     def members(self, domain: Domain) -> list[Tensor]:
         """The parameters that the ranks of ``domain`` share, also those of which some of them exchange a part."""
@@ -94,7 +104,10 @@ class Layouts:
 
     def alike(self, other: Layouts) -> bool:
         """Whether both are of the same parameters, which lie as they did."""
-        return [*map(id, self.params)] == [*map(id, other.params)] and self.placed == other.placed
+        return [*map(id, self.params)] == [*map(id, other.params)] and (self.placed, self.strategies) == (
+            other.placed,
+            other.strategies,
+        )
 
 
 def lay_out(
@@ -105,6 +118,7 @@ def lay_out(
     device: torch.device | None = None,
     last: Layouts | None = None,
     among_holders: bool = False,
+    strategies: Mapping[int, Strategy | Literal["auto"]] = MappingProxyType({}),
 ) -> Layouts:
     """Find where ``params`` lie, connect the ranks that share them, and agree with them on all of it.
 
@@ -115,6 +129,7 @@ def lay_out(
         last: of the same optimizer before; its process groups are used again.
         among_holders: the matrices of a stack are exchanged by the ranks that hold them, where these are some of those
             that share the stack.
+        strategies: by ``id``, of those parameters that have not just owners.
 
     Raises:
         ValueError: on all ranks that share parameters, by the name of the one that cannot be placed or that lies
@@ -153,7 +168,7 @@ def lay_out(
         domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[members[0][0]]).device)
         for number, (i, _) in enumerate(members):
             labels[i] = _label(names[i], number, ranks)
-        described = [_described(labels[i], params[i], one) for i, one in members]
+        described = [_described(labels[i], params[i], one, strategies.get(id(params[i]))) for i, one in members]
         asked.append((domains[ranks].group, ranks, described))
     require_same_in_turn(asked, fault)
     # Only now: a rank that has another layout would not come. What is alike as a whole is alike in its parts.
@@ -161,7 +176,17 @@ def lay_out(
         member = next(i for i, one in enumerate(placed) if one is not None and one.ranks == ranks)
         domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[member]).device)
     domains = dict(sorted(domains.items()))
-    return Layouts(recipe, tuple(params), tuple(names), tuple(labels), tuple(placed), domains, whole, among_holders)
+    return Layouts(
+        recipe,
+        tuple(params),
+        tuple(names),
+        tuple(labels),
+        tuple(placed),
+        domains,
+        whole,
+        among_holders,
+        strategies=tuple(strategies.get(id(param), "owner") for param in params),
+    )
 
 
 def _placed_alone(
@@ -246,10 +271,11 @@ def _label(name: str, number: int, ranks: Ranks) -> str:
     return f"{number} of those that ranks {listed(ranks, ' ')} hold together" if " " in name else name
 
 
-def _described(label: str, param: Tensor, placed: ParameterLayout) -> tuple[str, str]:
+def _described(label: str, param: Tensor, placed: ParameterLayout, strategy: str | None) -> tuple[str, str]:
     """What all ranks that share a parameter must say of it."""
     layout = placed.layout
-    return f"parameter {label!r}", f"{layout.shape}, {param.dtype}, {spec_of(param)}, {_described_pieces(layout)}"
+    told = f"{layout.shape}, {param.dtype}, {spec_of(param)}, {_described_pieces(layout)}"
+    return f"parameter {label!r}", told if strategy is None else f"{told}, strategy={strategy!r}"
 
 
 @lru_cache(maxsize=256)
@@ -275,6 +301,7 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
     """
     options = layouts.recipe.options
     plans: dict[Ranks, OwnerPlan] = {}
+    choices: dict[str, Choice] = {}
     first = FirstError(through=(CollectiveError,))
     for ranks, domain in layouts.domains.items():
         matrices, pools = shared_matrices(layouts, ranks)
@@ -287,10 +314,43 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
             continue
         with first:  # the ranks of the next domains wait for this one
             plans[ranks] = _planned(domain, matrices, pools, options, ns)
-            if domain.position == 0:
+            if pools is None and "auto" in layouts.strategies:
+                chosen, rest = _chosen(layouts, domain, matrices, plans.pop(ranks), ns)
+                choices |= chosen
+                plans |= {} if rest is None else {ranks: rest}
+            if domain.position == 0 and ranks in plans:
                 _tell(plans[ranks], ranks)
     first.throw()
-    return replace(layouts, plans=plans)
+    by_label = {_label_in_plan(name, layouts.labels): choice.strategy for name, choice in choices.items()}
+    pairs = zip(layouts.labels, layouts.strategies, strict=True)
+    strategies = [by_label.get(label, "owner") if strategy == "auto" else strategy for label, strategy in pairs]
+    return replace(layouts, plans=plans, strategies=tuple(strategies), choices=choices)
+
+
+def _chosen(
+    layouts: Layouts, domain: Domain, matrices: Sequence[Matrix], plan: OwnerPlan, ns: NsOptions | None
+) -> tuple[dict[str, Choice], OwnerPlan | None]:
+    """What is better not left to owners, of parameters of strategy ``"auto"``, and the plan of the rest, if any."""
+    options = layouts.recipe.options
+    pairs = zip(layouts.labels, layouts.strategies, strict=True)
+    auto = {label for label, strategy in pairs if strategy == "auto"}
+    of_auto = [matrix for matrix in matrices if _label_in_plan(matrix.name, auto) in auto]
+    small = {m.name for m in of_auto if m.rows * m.cols <= options.small_param_numel_threshold}
+    link = Link(_NOMINAL_NS_PER_BYTE, _NOMINAL_LATENCY_NS)
+    if options.costs != "flops":
+        said = agree(domain.group, None, (Link(link_ns_per_byte(domain), link_latency_ns(domain)), HostShare.here()))
+        link, measured = said[0][0], not isinstance(options.costs, CostTable)
+        if measured and domain.device.type == "cpu" and is_oversubscribed([share for _, share in said]):
+            return {}, plan
+    whole = {matrix.name for matrix in of_auto if matrix.name in auto}
+    return choose(
+        matrices, whole, small, plan, lambda some: _planned(domain, some, None, options, ns), link, domain.device
+    )
+
+
+def _label_in_plan(name: str, labels: Collection[str]) -> str:
+    """That of the parameter of a matrix."""
+    return name if name in labels else name.rpartition("[")[0]
 
 
 def _tell(plan: OwnerPlan, ranks: Ranks) -> None:
@@ -301,11 +361,12 @@ def _tell(plan: OwnerPlan, ranks: Ranks) -> None:
 
 
 def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[frozenset[str]] | None]:
-    """What the ranks share, and what each of them may own; None: all of it."""
+    """What the ranks share and one of them is to own, and what each of them may own; None: all of it."""
     matrices: list[Matrix] = []
     pools: list[set[str]] = [{""} for _ in ranks]
-    for param, label, placed in zip(layouts.params, layouts.labels, layouts.placed, strict=True):
-        if placed is None or placed.ranks != ranks:
+    columns = zip(layouts.params, layouts.labels, layouts.placed, layouts.strategies, strict=True)
+    for param, label, placed, strategy in columns:
+        if placed is None or placed.ranks != ranks or strategy not in ("owner", "auto"):
             continue
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
             if len(share.holders) == 1:
@@ -322,7 +383,7 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
 
 def _planned(
     domain: Domain,
-    matrices: list[Matrix],
+    matrices: Sequence[Matrix],
     pools: list[frozenset[str]] | None,
     options: LayoutOptions,
     ns: NsOptions | None,
@@ -432,6 +493,7 @@ def _tasks_of(
             continue
         m, n = share.layout.shape
         size, variants = _batching(layouts, placed.ranks, param, (m, n))
+        strategy = cast(Strategy, layouts.strategies[index]) if len(share.holders) > 1 else "owner"
         for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
             span = (offset + start, offset + stop) if local else (0, 0)
             region = Region(stack, span, spec.dim, share.runs.get(position, ()))
@@ -444,7 +506,7 @@ def _tasks_of(
                 None if is_one_matrix(param) else region,
                 spec.transposed,
                 tuple(numbers[start:stop]),
-                Shared(domain, Parcel(stop - start, share.spread, owner), (placed.layout, spec)),
+                Shared(domain, Parcel(stop - start, share.spread, owner, strategy), (placed.layout, spec)),
             )
             result.append(task)
     return result

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dmuon.layout.shards import Piece, Run, Runs, ShardLayout, cells, joined
+from dmuon.layout.shards import Piece, Run, Runs, ShardLayout, cells, within
 from dmuon.layout.topology import Position, positions
 from dmuon.model.matrix_spec import MatrixSpec
 
@@ -24,7 +26,7 @@ from dmuon.model.matrix_spec import MatrixSpec
 class Route:
     """The way of ``count`` matrices that lie alike, from ranks that have parts of them to ranks that want parts.
 
-    Either one rank wants the matrices whole, or one rank has them whole.
+    Each receiver gets what a sender has of what it wants.
 
     Attributes:
         layout: of one matrix, ``(m, n)``.
@@ -38,9 +40,17 @@ class Route:
     receivers: Mapping[Position, Piece]
 
     def piece(self, sender: Position, receiver: Position) -> Piece:
-        """What goes from one rank to another, which may be itself."""
-        piece = self.senders[sender]
-        return self.receivers[receiver] if piece.covers(self.layout.shape) else piece
+        """What goes from one rank to another, which may be itself; perhaps nothing."""
+        piece, wanted = self.senders[sender], self.receivers[receiver]
+        if piece.covers(self.layout.shape):
+            return wanted
+        return piece if wanted.covers(self.layout.shape) else piece.meet(wanted)
+
+    @property
+    def travels(self) -> bool:
+        """Whether anything may go from one rank to another; the same on all ranks."""
+        here = len(self.senders) == len(self.receivers) == 1 and self.senders.keys() == self.receivers.keys()
+        return bool(self.senders) and not here
 
     def numel_out(self, position: Position) -> dict[Position, int]:
         """Elements that the rank at ``position`` sends to each other one."""
@@ -56,14 +66,6 @@ class Route:
 
     def _numel(self, sender: Position, receiver: Position) -> int:
         return self.count * self.piece(sender, receiver).numel
-
-
-def travels(routes: Iterable[Route]) -> bool:
-    """Whether anything has to go from one rank to another."""
-    return any(
-        len(route.senders) > 1 or len(route.receivers) > 1 or route.senders.keys() != route.receivers.keys()
-        for route in routes
-    )
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,35 @@ class Spread:
         return len(set(self.layout.replicas))
 
     @cached_property
+    def slices(self) -> dict[Position, Piece]:
+        """A part of the long side for each holder, as it is orthogonalized by all of them together.
+
+        It is out of what a rank has, wherever pieces cut nothing but the long side: then it is what the rank's copies
+        leave it of that. Else all slices are of one length, but for a remainder.
+        """
+        dim = int(self.layout.shape[0] <= self.layout.shape[1])
+        groups: Iterable[tuple[Sequence[Position], Run]] = [(self.holders, (0, self.layout.shape[dim]))]
+        if self.slices_are_here:
+            groups = [(line, self.pieces[line[0]].runs[dim][0]) for line in self.lines]
+        found = dict.fromkeys(self.holders, self._slice(dim, 0, 0))
+        for members, (start, stop) in groups:
+            bounds = [start + (stop - start) * i // len(members) for i in range(len(members) + 1)]
+            found |= {member: self._slice(dim, *pair) for member, pair in zip(members, pairwise(bounds), strict=True)}
+        return found
+
+    def _slice(self, dim: int, start: int, stop: int) -> Piece:
+        whole = Piece.whole(self.layout.shape)
+        return Piece(
+            tuple(runs if d != dim else ((start, stop),) * (start < stop) for d, runs in enumerate(whole.runs))
+        )
+
+    @cached_property
+    def slices_are_here(self) -> bool:
+        """Whether each rank has its slice."""
+        dim, cut = int(self.layout.shape[0] <= self.layout.shape[1]), self.layout.split_dim
+        return dim == cut or all(piece.covers(self.layout.shape) for piece in self.parts.values())
+
+    @cached_property
     def lines(self) -> tuple[tuple[Position, ...], ...]:
         """Holders of the same part, one of each copy; ascending."""
         alike: dict[Piece, list[Position]] = {}
@@ -116,6 +147,11 @@ class Spread:
         if copy not in self._copies:
             self._copies[copy] = {self.holders[i]: self.layout.pieces[i] for i in self.layout.order(at)}
         return self._copies[copy]
+
+    def holders_with(self, holder: Position) -> list[Position]:
+        """All of the copy that ``holder`` has part in, also those with nothing of it."""
+        copy = self.layout.replicas[self._index[holder]]
+        return [other for other, of in zip(self.holders, self.layout.replicas, strict=True) if of == copy]
 
     def source(self, holder: Position, owner: Position) -> Position:
         """Of the ranks that have the same part as ``holder``, the one of the copy that ``owner`` has part in."""
@@ -143,18 +179,24 @@ def spread_over_all(layout: ShardLayout) -> Spread:
     return Spread(layout, positions(len(layout.pieces)))
 
 
+Strategy = Literal["owner", "replicated", "sharded"]
+
+
 @dataclass(frozen=True)
 class Parcel:
-    """``count`` matrices that lie alike and have one owner.
+    """``count`` matrices that lie alike and are orthogonalized in one way.
 
     Attributes:
         spread: where each of them lies.
-        owner: position in the domain of the rank that orthogonalizes them.
+        owner: position in the domain of the rank that orthogonalizes them; where several do, of the first holder.
+        strategy: ``"owner"``: that rank alone; ``"replicated"``: each rank that has a part; ``"sharded"``: all of them
+            together, each a slice.
     """
 
     count: int
     spread: Spread
     owner: Position
+    strategy: Strategy = "owner"
 
     @property
     def layout(self) -> ShardLayout:
@@ -179,13 +221,42 @@ class Parcel:
     def to_owner(self) -> Route:
         """Before Newton–Schulz: the owner gets its own copy, from those that share it, by first index."""
         senders = self.spread.copy_with(self.owner)
-        return Route(self.count, self.layout, senders, {self.owner: Piece.whole(self.layout.shape)})
+        return self._route(senders, {self.owner: Piece.whole(self.layout.shape)})
 
     @cached_property
     def from_owner(self) -> Route:
         """After Newton–Schulz: those that share the owner's copy get the update of their parts, and pass it on."""
         receivers = self.spread.copy_with(self.owner)
-        return Route(self.count, self.layout, {self.owner: Piece.whole(self.layout.shape)}, receivers)
+        return self._route({self.owner: Piece.whole(self.layout.shape)}, receivers)
+
+    def routes(self, position: Position) -> tuple[Route, Route]:
+        """Before and after Newton–Schulz, what concerns the rank at ``position``; others may have routes of their own.
+
+        With copies, ranks that all orthogonalize get what they want out of the copy that they have part in.
+        """
+        if self.strategy == "owner":
+            return self.to_owner, self.from_owner
+        spread = self.spread
+        at = position if position in spread.pieces else self.owner
+        copy = spread.copy_with(at)
+        if self.strategy == "replicated":
+            whole, piece = Piece.whole(self.layout.shape), copy.get(position)
+            own = ({}, {}) if piece is None else ({position: whole}, {position: piece})
+            return self._route(copy, dict.fromkeys(copy, whole)), self._route(*own)
+        slices = {holder: piece for holder, piece in spread.slices.items() if piece.numel}
+        nothing = Piece(((),) * len(self.layout.shape))
+        mine = {position: spread.slices.get(position, nothing)}
+        if not spread.slices_are_here:
+            of_copy = {h: slices[h] for h in spread.holders_with(at) if h in slices}
+            return self._route(copy, of_copy | mine), self._route(slices, spread.parts)
+        kept = {position: copy[position]} if position in copy else {}
+        before = self._route(kept, mine)
+        if spread.copies > 1:
+            return before, self._route(slices, spread.parts)
+        return before, self._route(mine if kept else {}, kept)
+
+    def _route(self, senders: Mapping[Position, Piece], receivers: Mapping[Position, Piece]) -> Route:
+        return Route(self.count, self.layout, senders, receivers)
 
 
 # -- matrices of a tensor ---------------------------------------------------------------------------------------------
@@ -322,7 +393,7 @@ def shares(layout: ShardLayout, spec: MatrixSpec) -> tuple[Share, ...]:
     result = []
     for cell in cells(stacked):
         for part, runs in enumerate(spec.runs(stacked.shape[spec.dim])):
-            cut = [_within(piece.runs[axis], runs) for piece in cell.layout.pieces]
+            cut = [within(piece.runs[axis], runs) for piece in cell.layout.pieces]
             pieces = tuple(
                 _replaced(piece, axis, of_part) for piece, (of_part, _) in zip(cell.layout.pieces, cut, strict=True)
             )
@@ -367,24 +438,6 @@ def _stacked(layout: ShardLayout, spec: MatrixSpec) -> ShardLayout:
             runs = (runs[0], tuple((start * inner, stop * inner) for start, stop in runs[1] if all(runs[2:])))
         pieces.append(Piece((((0, 1),), *runs)))
     return ShardLayout(shape, tuple(pieces), layout.replicas)
-
-
-@lru_cache(maxsize=4096)
-def _within(held: Runs, wanted: Runs) -> tuple[Runs, Runs]:
-    """What of the indices ``wanted`` a rank has that holds ``held``: counted among them, and in its local tensor."""
-    among: list[Run] = []
-    local: list[Run] = []
-    offset = 0
-    for first, last in held:
-        before = 0
-        for start, stop in wanted:
-            left, right = max(first, start), min(last, stop)
-            if left < right:
-                among.append((before + left - start, before + right - start))
-                local.append((offset + left - first, offset + right - first))
-            before += stop - start
-        offset += last - first
-    return joined(among), joined(local)
 
 
 def _replaced(piece: Piece, axis: int, runs: Runs) -> Piece:

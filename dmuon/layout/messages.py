@@ -13,7 +13,7 @@ from dmuon.layout.buffer import Transport
 from dmuon.layout.matrices import Parcel
 from dmuon.layout.topology import Position
 
-Purpose = Literal["fill", "publish", "reduce", "gather", "scatter", "copy"]
+Purpose = Literal["fill", "publish", "reduce", "gather", "scatter", "copy", "sum"]
 Group = Literal["shard group", "replicate group", "domain"]
 
 
@@ -22,8 +22,8 @@ class Message(NamedTuple):
 
     Attributes:
         purpose: owners' weights to their shard group ("fill") and to replicas ("publish"), gradients to owners
-            ("reduce"); momentum to an owner ("gather"), parts of its update back ("scatter"), and these on to replicas
-            ("copy").
+            ("reduce"); momentum to whom orthogonalizes ("gather"), parts of the update back ("scatter"), and these on
+            from an owner to replicas ("copy"); Gram matrices of slices ("sum").
         group: whose positions the next two are.
         source, destination: None stands for all of the group.
         nbytes: of the tensor that is sent; where all send, of all of them.
@@ -62,12 +62,12 @@ def parcel_messages(parcel: Parcel, position: Position, before: int, after: int)
         before, after: bytes of an element on its way to the owner, and back.
     """
     ways: tuple[tuple[Purpose, int], ...] = (("gather", before), ("scatter", after))
-    for (purpose, itemsize), route in zip(ways, (parcel.to_owner, parcel.from_owner), strict=True):
+    for (purpose, itemsize), route in zip(ways, parcel.routes(position), strict=True):
         for to, numel in route.numel_out(position).items():
             yield Message(purpose, "domain", position, to, numel * itemsize)
         for of, numel in route.numel_in(position).items():
             yield Message(purpose, "domain", of, position, numel * itemsize)
-    if parcel.spread.copies > 1 and position in parcel.spread.parts:
+    if parcel.strategy == "owner" and parcel.spread.copies > 1 and position in parcel.spread.parts:
         source = parcel.spread.source(position, parcel.owner)
         destination = None if source == position else position
         nbytes = parcel.count * parcel.spread.parts[position].numel * after

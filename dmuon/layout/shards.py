@@ -48,6 +48,14 @@ class Piece:
         """Whether this is all of a tensor of ``shape``."""
         return self.shape == tuple(shape) and self == Piece.whole(shape)
 
+    def meet(self, other: Piece) -> Piece:
+        """What both have; along each dimension one of them has at most one run."""
+        return Piece(tuple(_common(*both) for both in zip(self.runs, other.runs, strict=True)))
+
+    def seen_from(self, other: Piece) -> Piece:
+        """These elements by index in the local tensor of a rank that has ``other``, which has them all."""
+        return Piece(tuple(within(held, runs)[1] for held, runs in zip(other.runs, self.runs, strict=True)))
+
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:
         """All of a tensor of ``shape``."""
@@ -74,7 +82,7 @@ class ShardLayout:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "split_dim", _split_dim(self.shape, self.pieces))
+        object.__setattr__(self, "split_dim", split_dim(self.shape, self.pieces))
         object.__setattr__(self, "_hash", hash((self.shape, self.pieces, self.replicas)))
 
     def __hash__(self) -> int:
@@ -219,6 +227,30 @@ def joined(runs: Iterable[Run]) -> Runs:
     return tuple(joined)
 
 
+@lru_cache(maxsize=4096)
+def within(held: Runs, wanted: Runs) -> tuple[Runs, Runs]:
+    """What of the indices ``wanted`` a rank has that holds ``held``: counted among them, and in its local tensor."""
+    among: list[Run] = []
+    local: list[Run] = []
+    offset = 0
+    for first, last in held:
+        before = 0
+        for start, stop in wanted:
+            left, right = max(first, start), min(last, stop)
+            if left < right:
+                among.append((before + left - start, before + right - start))
+                local.append((offset + left - first, offset + right - first))
+            before += stop - start
+        offset += last - first
+    return joined(among), joined(local)
+
+
+def _common(some: Runs, others: Runs) -> Runs:
+    """Indices in both, in the order of the one that has several runs."""
+    pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
+    return joined((start, stop) for start, stop in pairs if start < stop)
+
+
 def _chunks(start: int, stop: int, count: int) -> list[Run]:
     """``[start, stop)`` in ``count`` chunks as ``torch.chunk`` cuts them, the last ones perhaps empty."""
     size = -(-(stop - start) // count)
@@ -328,7 +360,8 @@ def _assembled(
     return ShardLayout(shape, tuple(pieces), tuple(replicas))
 
 
-def _split_dim(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> int | None:
+def split_dim(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> int | None:
+    """The dimension along which ``pieces``, in their order, are concatenated to what has ``shape``; None if none is."""
     wholes = [_whole(length) for length in shape]
     different = {id(piece): piece for piece in pieces}.values()
     cut = [dim for dim, whole in enumerate(wholes) if any(piece.runs[dim] != whole for piece in different)]

@@ -35,6 +35,7 @@ from dmuon.optimizer.options import Description, check_edited, check_scales, des
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
+from dmuon.optimizer.strategies import Given, check_strategy, strategies_of
 from dmuon.optimizer.wrapping import Averagers, Wrapping, check_moment, find_residencies, replicated_by_ddp
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform import host
@@ -90,6 +91,11 @@ class Muon(torch.optim.Optimizer):
             those without such matrices too. Several optimizers may have one configuration; each plans for itself, on
             process groups of its own.
         qk_clip: scales queries and keys of heads with too large logits after each step.
+        strategy: who orthogonalizes a matrix that several ranks hold and dmuon does not own: ``"owner"``: one rank, as
+            planned; ``"replicated"``: each of them; ``"sharded"``: all of them together; ``"auto"``: what is
+            predicted to take less time by a fifth. Or a mapping of patterns of names of parameters to these, such as
+            ``{"*.embed.*": "sharded"}``, of which the first that fits counts; the rest have owners. ``docs/ways.md``
+            says what each costs. State dicts fit whatever the strategy.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -117,6 +123,7 @@ class Muon(torch.optim.Optimizer):
         overlap_backward: bool = False,
         distributed_config: DistributedConfig | None = None,
         qk_clip: QKClip | None = None,
+        strategy: str | Mapping[str, str] = "owner",
     ) -> None:
         check_flag("overlap_backward", overlap_backward)
         if not (distributed_config is None or isinstance(distributed_config, DistributedConfig)):
@@ -147,7 +154,8 @@ class Muon(torch.optim.Optimizer):
             "eps": adamw_eps,
         }
         copies = replicated_by_ddp(params)
-        self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward)
+        check_strategy(strategy)
+        self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward, strategy)
         self._start_empty()
         self._qk_clip = qk_clip
         self._built = False  # torch adds the first groups one by one
@@ -167,6 +175,7 @@ class Muon(torch.optim.Optimizer):
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._batched: list[Tensor] = []  # parameters of which this rank orthogonalizes something
+        self._strategies: dict[int, Given] = {}  # by id, of those that have not just owners
         self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)
         self._averagers = Averagers()
@@ -284,7 +293,10 @@ class Muon(torch.optim.Optimizer):
         self._wrapping.note(self.param_groups)
         planned = next((g for g in self.param_groups if g["use_muon"] and g["params"]), None)
         ns = NsOptions.named(planned or {})
-        residencies = find_residencies(muon, self._names, self._origin, self._device, self._exchange, ns)
+        self._strategies = strategies_of(self.param_groups, self._names, self._origin.strategy)
+        residencies = find_residencies(
+            muon, self._names, self._origin, self._device, self._exchange, ns, self._strategies
+        )
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
         self._prefetch = 1 if self._exchange is None else self._exchange.prefetch
@@ -402,6 +414,14 @@ class Muon(torch.optim.Optimizer):
         described = [*map(describe, self.param_groups)]
         if described != self._checked:
             check_edited(self.param_groups)
+            if (
+                self._is_as_laid_out()
+                and strategies_of(self.param_groups, self._names, self._origin.strategy) != self._strategies
+            ):
+                raise ValueError(
+                    "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the "
+                    "new one, and load the state dict of this one into it"
+                )
             self._checked = described
             self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
         self._momentum.check(self.state)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels import MIXED, check_storage, coefficient_sequence, storage_dtype, update_scale
+from dmuon.optimizer.strategies import STRATEGY, check_strategy
 from dmuon.platform.options import check_flag, is_integer
 from dmuon.step.rounds import Round
 
@@ -44,14 +45,14 @@ _ELSEWHERE = {  # keys that groups of other libraries have, which would be ignor
         ("cautious_wd weight_decay_method", "nothing: weight decay is decoupled, and not cautious"),
         ("fraction rank_fraction rank_multiple_of ef_decay", "nothing: all of a matrix is orthogonalized"),
         ("muon_beta2", "nothing: Muon has no second moments"),
-        ("tp_mode", "nothing: each matrix has one owner"),
+        ("tp_mode", "strategy='owner', 'replicated' or 'sharded'"),
         ("backend use_triton use_syrk use_gram_newton_schulz ns_use_kernels", "nothing: the plan chooses kernels"),
     )
     for name in names.split()
 }
 _TYPO = 0.85  # likeness from which an unknown name is taken for a mistake: "beta" is, "max_momentum" not
 
-_COMPARED = {"use_muon", *MUON_OPTIONS, *ADAMW_OPTIONS, *_UNSUPPORTED, *_ELSEWHERE}
+_COMPARED = {"use_muon", STRATEGY, *MUON_OPTIONS, *ADAMW_OPTIONS, *_UNSUPPORTED, *_ELSEWHERE}
 _CONSTANT = {bool, int, float, str, type(None), torch.dtype}  # others may change in place, or must not be kept alive
 
 Description = tuple[tuple[str, str], ...]  # of one group: name and value of its options
@@ -89,7 +90,7 @@ def _in_words(options: tuple[tuple[str, Any, Any], ...]) -> Description:
     """
     words = {name: value if kind is None else _described(value) for name, kind, value in options}
     group = {name: value for name, _, value in options}
-    names = ("use_muon", *options_of(group), *_UNSUPPORTED, *sorted(_ELSEWHERE.keys() & group.keys()))
+    names = ("use_muon", *options_of(group), *_UNSUPPORTED, *sorted({STRATEGY, *_ELSEWHERE} & group.keys()))
     return tuple((name, words.get(name, "None")) for name in names if name not in _UNSUPPORTED or group.get(name))
 
 
@@ -102,6 +103,8 @@ def _described(value: Any) -> str:
         return repr(_number(value) + 0.0)  # no -0.0
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_described, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_described(of_name)}' for name, of_name in value.items())}}}"
     if isinstance(value, functools.partial):
         words = [f"{name}={_described(of_name)}" for name, of_name in sorted(value.keywords.items())]
         return f"{_described(value.func)}({', '.join([*map(_described, value.args), *words])})"
@@ -149,6 +152,7 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
 
 def _check_muon_options(group: Mapping[str, Any]) -> None:
     check_flag("nesterov", group["nesterov"])
+    check_strategy(group.get(STRATEGY, "owner"))
     ns_dtype = group["ns_dtype"]
     if ns_dtype is not None and ns_dtype != MIXED and not isinstance(ns_dtype, torch.dtype):
         raise TypeError(f"ns_dtype must be a torch.dtype, {MIXED!r} or None, got {ns_dtype!r}")
@@ -187,8 +191,8 @@ def check_names(group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the option.
     """
-    options = options_of(group)
-    known = (*MUON_OPTIONS, *ADAMW_OPTIONS, *_OF_THE_CONSTRUCTOR)
+    options = (*options_of(group), STRATEGY) if group["use_muon"] else options_of(group)
+    known = (*MUON_OPTIONS, STRATEGY, *ADAMW_OPTIONS, *_OF_THE_CONSTRUCTOR)
     for name in group:
         if name not in options and isinstance(name, str) and get_close_matches(name, known, 1, _TYPO):
             route = "Muon" if group["use_muon"] else "AdamW"

@@ -20,6 +20,7 @@ from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
 from dmuon.model.matrix_spec import remember_spec, spec_of
 from dmuon.optimizer.options import check_options
+from dmuon.optimizer.strategies import STRATEGY
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
@@ -355,8 +356,12 @@ def _state_fault(state: Mapping[str, Any]) -> str | None:
 
 
 def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved group; what it lacks, such as options that torch's own optimizers do not know, is as it was."""
-    return {**{name: value for name, value in group.items() if name != "params"}, **saved}
+    """A saved group; what it lacks, such as options that torch's own optimizers do not know, is as it was.
+
+    Strategies are those that matrices were laid out by, whatever was saved.
+    """
+    kept = {name: value for name, value in group.items() if name != "params"}
+    return {**kept, **{name: value for name, value in saved.items() if name != STRATEGY}}
 
 
 def savable(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -410,6 +415,7 @@ class Origin:
         copies: over which group DDP copies a parameter, by ``id``.
         config: as given.
         overlap: updates start during backward.
+        strategy: of groups that give none.
     """
 
     muon: dict[str, Any]
@@ -418,6 +424,7 @@ class Origin:
     copies: dict[int, dist.ProcessGroup]
     config: DistributedConfig | None
     overlap: bool
+    strategy: str | Mapping[str, str]
 
 
 def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -441,6 +448,7 @@ def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> dict
         "names": [(param, origin.names[id(param)]) for param in params if id(param) in origin.names],
         "specs": [(param, spec_of(param)) for group in groups if group["use_muon"] for param in group["params"]],
         "overlap": origin.overlap,
+        "strategy": origin.strategy,
     }
 
 
@@ -449,7 +457,7 @@ def origin_of_copy(copied: Mapping[str, Any]) -> Origin:
     for param, spec in copied["specs"]:
         remember_spec(param, spec)
     names = {id(param): name for param, name in copied["names"]}
-    return Origin(copied["muon"], copied["adamw"], names, {}, None, copied["overlap"])
+    return Origin(copied["muon"], copied["adamw"], names, {}, None, copied["overlap"], copied["strategy"])
 
 
 def copyable_state(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:

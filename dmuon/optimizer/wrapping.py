@@ -26,6 +26,7 @@ from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
 from dmuon.model.matrix_spec import fault_of
 from dmuon.optimizer.state import Origin
+from dmuon.optimizer.strategies import Given
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (
@@ -247,6 +248,7 @@ def find_residencies(
     device: torch.device,
     last: Exchange | None,
     ns: NsOptions,
+    strategies: Mapping[int, Given],
 ) -> list[Residency]:
     """Where the parameters of Muon live: those that dmuon owns first, and what is exchanged last.
 
@@ -257,6 +259,7 @@ def find_residencies(
         device: in case that there are no parameters.
         last: how the optimizer exchanged some before.
         ns: how it orthogonalizes.
+        strategies: by ``id``, of those that have not just owners.
 
     Raises:
         ValueError: some cannot be laid out.
@@ -269,7 +272,8 @@ def find_residencies(
     others = [p for p in others if id(p) not in without]
     for fault in filter(None, map(fault_of, others)):
         raise ValueError(fault)
-    exchange = exchange_for(origin.config, origin.copies, others, [names[id(p)] for p in others], device, last, ns)
+    labels = [names[id(p)] for p in others]
+    exchange = exchange_for(origin.config, origin.copies, others, labels, device, last, ns, strategies)
     alone = [*idle, *(others if exchange is None else exchange.alone())]
     dedicated = dedicated_residencies(params)
     return [*dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -294,15 +295,31 @@ def link_ns_per_byte(domain: Domain) -> float:
     part = max(_PROBE_BYTES // domain.world, _PROBE_BYTES_PER_RANK) // 4
     sent = torch.zeros(part * domain.world, dtype=torch.float32, device=domain.device)
     received = torch.empty_like(sent)
+    exchange = partial(dist.all_to_all_single, received, sent, group=domain.group)
+    return _rounded(_least_ns(domain, "measurement of an all-to-all", exchange) / max(1, sent.numel() * 4))
+
+
+def link_latency_ns(domain: Domain) -> float:
+    """Measured cost of an all-reduce of one number, likewise."""
+    number = torch.zeros(1, device=domain.device)
+    return _rounded(
+        _least_ns(domain, "measurement of an all-reduce", partial(dist.all_reduce, number, group=domain.group))
+    )
+
+
+def _least_ns(domain: Domain, what: str, collective: Callable[[], object]) -> float:
     best = math.inf
     for probe in range(_PROBES + 1):
         domain.monitor.synchronize()
         start = time.perf_counter()
-        with domain.monitor.watch("measurement of an all-to-all"):
-            dist.all_to_all_single(received, sent, group=domain.group)
+        with domain.monitor.watch(what):
+            collective()
             domain.monitor.synchronize()
         if probe:  # the first one sets up connections
             best = min(best, time.perf_counter() - start)
-    per_byte = 1e9 * best / max(1, sent.numel() * 4)
-    # Rounded, so that plans do not differ from run to run by noise.
-    return float(2.0 ** round(math.log2(max(per_byte, 2**-20))))
+    return 1e9 * best
+
+
+def _rounded(ns: float) -> float:
+    """To a power of two, so that plans do not differ from run to run by noise."""
+    return float(2.0 ** round(math.log2(max(ns, 2**-20))))

@@ -1,13 +1,44 @@
-"""What is left of a process when it ends: its threads, what they still need, and its memory."""
+"""Where a rank runs, and what is left of its process when it ends: threads, what they still need, and memory."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """``threads`` compute for this process on ``cpus`` of ``host``."""
+
+    host: str
+    threads: int
+    cpus: frozenset[int]
+
+    @classmethod
+    def here(cls) -> HostShare:
+        """This process."""
+        has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
+        cpus = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
+        return cls(socket.gethostname(), torch.get_num_threads(), frozenset(cpus))
+
+
+def is_oversubscribed(shares: Sequence[HostShare]) -> bool:
+    """Whether ranks of any host have more threads than CPUs: then to compute on more ranks takes longer."""
+    for host in {share.host for share in shares}:
+        neighbours = [share for share in shares if share.host == host]
+        if sum(share.threads for share in neighbours) > len(frozenset().union(*(one.cpus for one in neighbours))):
+            return True
+    return False
 
 
 def keep_for_ever(thing: object) -> None:

@@ -14,11 +14,12 @@ from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import Storage
 from dmuon.layout.buffer import Spans
-from dmuon.layout.matrices import travels
+from dmuon.layout.matrices import Strategy
 from dmuon.layout.messages import Message, parcel_messages, region_messages
 from dmuon.optimizer.muon import Muon
-from dmuon.step.batches import make_batches
+from dmuon.step.batches import SharedBatch, make_batches
 from dmuon.step.rounds import ExchangedRound
+from dmuon.step.sharded import ShardedRound, variant_of
 from dmuon.step.update import numerics_of
 
 
@@ -67,13 +68,14 @@ class ExchangeBudget:
 
     Attributes:
         calls: all-to-alls, at most two a round; those of which this rank sends and receives nothing count. Where
-            there are copies, also broadcasts or all-gathers among the ranks that have the same parts. The all-reduce
-            of norms, where pieces travel in half precision, does not.
+            there are copies, also broadcasts or all-gathers among the ranks that have the same parts, and all-reduces
+            of Gram matrices. The all-reduce of norms, where pieces travel in half precision or are of slices, does not.
         received_before: bytes from other ranks that Newton-Schulz here waits for.
         received_after: bytes of updates from other ranks.
         sent_before: bytes of momentum to other ranks.
         sent_after: bytes of updates to other ranks; what goes on to several copies counts once.
         copied: of that what goes on to other copies.
+        summed: bytes of Gram matrices, each of which is the sum over all ranks.
     """
 
     calls: int
@@ -82,6 +84,7 @@ class ExchangeBudget:
     sent_before: int
     sent_after: int
     copied: int
+    summed: int = 0
 
 
 def expected_memory(runtime: Runtime) -> Memory:
@@ -156,6 +159,7 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
         sent_before=sent["gather"],
         sent_after=sent["scatter"] + sent["copy"],
         copied=sent["copy"],
+        summed=received["sum"],
     )
 
 
@@ -190,20 +194,33 @@ def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: tor
         group: of the optimizer, which says in which dtypes momentum and updates travel.
         device: of the momentum.
     """
-    position, (before, after) = round_.domain.position, travel_bytes(group, round_.batches[0].dtype, device)
+    position, dtype = round_.domain.position, round_.batches[0].dtype
+    before, after = travel_bytes(group, dtype, device, round_.parcels[0].strategy)
     for parcel in round_.parcels:
         yield from (m for m in parcel_messages(parcel, position, before, after) if m.purpose != "copy")
     for load in round_.copies.loads:  # what goes on to copies is padded where it travels together
         yield Message("copy", "domain", position, None, load.numel_out * after, load.calls)
         yield Message("copy", "domain", None, position, (load.numel - load.numel_out) * after)
-    yield Message("gather", "domain", None, None, 0, int(travels(parcel.to_owner for parcel in round_.parcels)))
-    yield Message("scatter", "domain", None, None, 0, int(travels(parcel.from_owner for parcel in round_.parcels)))
+    yield Message("gather", "domain", None, None, 0, int(any(before.travels for before, _ in round_.routes)))
+    yield Message("scatter", "domain", None, None, 0, int(any(after.travels for _, after in round_.routes)))
+    for batch in round_.batches if isinstance(round_, ShardedRound) else ():
+        yield gram_message(batch, group, device)
 
 
-def travel_bytes(group: Mapping[str, Any], momentum: torch.dtype, device: torch.device) -> tuple[int, int]:
+def gram_message(batch: SharedBatch, group: Mapping[str, Any], device: torch.device) -> Message:
+    """The sums of the Gram matrices of a batch of which ranks have slices."""
+    numerics = numerics_of(group, batch.dtype, device)
+    blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.begins.itemsize)
+    return Message("sum", "domain", None, None, blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
+
+
+def travel_bytes(
+    group: Mapping[str, Any], momentum: torch.dtype, device: torch.device, strategy: Strategy = "owner"
+) -> tuple[int, int]:
     """Bytes of an element of momentum on its way to its owner, and of an update on its way back."""
     numerics = numerics_of(group, momentum, device)
-    return (numerics.begins if numerics.sent_normalized else momentum).itemsize, numerics.ends.itemsize
+    normalized = numerics.sent_normalized or strategy == "sharded"
+    return (numerics.begins if normalized else momentum).itemsize, numerics.ends.itemsize
 
 
 def _sizes(spans: Spans) -> dict[int, int]:

@@ -191,7 +191,7 @@ def _folded(tensors: Sequence[_Tensor], of_tensor: Mapping[str, Sequence[MatrixR
     for tensor in tensors:
         told = tensor.made_of, tensor.why, pattern(tensor.name)
         for row in of_tensor[tensor.name]:
-            kind = row.shape, pattern(row.lies), row.runs, row.predicted_ns is None
+            kind = row.strategy, row.shape, pattern(row.lies), row.runs, row.predicted_ns is None
             alike.setdefault((told, kind), []).append((tensor, row))
         if not of_tensor[tensor.name]:
             alike.setdefault((told, tensor.shape), []).append((tensor, None))
@@ -221,10 +221,10 @@ def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRo
         count,
         shape_text(shape),
         first.lies if len(lies) == 1 else pattern(first.lies),
-        ranks_text(row.owner for row in rows),
+        ranks_text(row.owner for row in rows) if first.strategy == "owner" else first.strategy,
         _batches(rows),
         first.runs,
-        "" if first.owner is None else time_text(sum(known) if known else None),
+        time_text(sum(known)) if known else "" if first.owner is None else time_text(None),
         made_of,
         why,
     )

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import Part, resting
+from dmuon.exchanged.layouts import Layouts
 from dmuon.exchanged.user_round import UserRound
-from dmuon.layout.matrices import numbered
+from dmuon.layout.matrices import Parcel, Strategy, numbered
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
@@ -26,6 +27,7 @@ from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.rounds import Round
+from dmuon.step.sharded import ShardedRound, variant_of
 from dmuon.step.update import numerics_of, variant_for
 
 
@@ -38,7 +40,7 @@ class MatrixRow:
         number: among the matrices of the parameter; None where it is one matrix.
         shape: ``(m, n)``, as it is stored; of a parameter that a user's own functions exchange, all of it.
         lies: the block, the placements, or something else to tell where it lies.
-        owner: the rank that orthogonalizes it; None without an optimizer.
+        owner: the rank that orthogonalizes it; None without an optimizer, or by another strategy than ``"owner"``.
         call: among the batched Newton-Schulz calls of the owner in a step, from 1; None where this rank cannot tell.
         batch: matrices that this call takes, at most so many where ``call`` is None; 0 where nothing is known.
         runs: how Newton-Schulz runs; empty where this rank cannot tell.
@@ -54,6 +56,7 @@ class MatrixRow:
     batch: int
     runs: str
     predicted_ns: float | None
+    strategy: Strategy = "owner"
 
     @property
     def numel(self) -> int:
@@ -123,14 +126,18 @@ def _calls(optimizer: Muon) -> Iterator[_Call]:
         group = optimizer.param_groups[round_.index]
         for batch in round_.batches:
             owner, runs = this_rank(), ""
+            others: Sequence[GlobalRank] = ()
             if isinstance(round_, UserRound):
                 owner = round_.owners[batch.position]
             else:
-                if isinstance(batch, SharedBatch):
-                    owner = batch.domain.ranks[batch.parcel.owner]
                 numerics = numerics_of(group, batch.dtype, batch.device)
-                runs = str(variant_for(numerics, batch.shape, batch.variants, batch.count, batch.device))
-            numbers[owner] += 1
+                if isinstance(batch, SharedBatch) and batch.parcel.strategy == "owner":
+                    owner = batch.domain.ranks[batch.parcel.owner]
+                elif isinstance(batch, SharedBatch):
+                    others = batch.domain.ranks
+                variant = variant_for(numerics, batch.shape, batch.variants, batch.count, batch.device)
+                runs = str(variant_of(numerics, batch, batch.device) if isinstance(round_, ShardedRound) else variant)
+            numbers.update({owner, *others})
             yield _Call(numbers[owner], batch, round_, owner, runs)
 
 
@@ -189,7 +196,7 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
     plans = {} if layouts is None else layouts.plans
     owned: dict[int, Counter[_Kind]] = {}  # by domain
     for call in calls:
-        if isinstance(call.batch, SharedBatch) and len(call.batch.parcel.holders) > 1:
+        if isinstance(call.batch, SharedBatch) and _is_planned(call.batch.parcel):
             owned.setdefault(id(call.batch.domain), Counter())[_kind(call.batch)] += call.batch.count
     shares: dict[int, Mapping[_Kind, _Share]] = {}
     rows = []
@@ -197,7 +204,8 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
         batch = call.batch
         whole = isinstance(call.round_, UserRound)
         predicted = None
-        if isinstance(batch, SharedBatch) and len(batch.parcel.holders) > 1 and batch.domain.ranks in plans:
+        strategy = batch.parcel.strategy if isinstance(batch, SharedBatch) else "owner"
+        if isinstance(batch, SharedBatch) and _is_planned(batch.parcel) and batch.domain.ranks in plans:
             domain = id(batch.domain)
             if domain not in shares:
                 shares[domain] = _shares(plans[batch.domain.ranks], owned[domain])
@@ -207,15 +215,24 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
             number=None,
             shape=tuple(batch.params[0].shape) if whole else batch.shape,
             lies=_lies(batch, whole=whole),
-            owner=call.owner,
+            owner=call.owner if strategy == "owner" else None,
             call=call.number,
             batch=0 if whole else batch.count,
             runs=call.runs,
             predicted_ns=predicted,
+            strategy=strategy,
         )
         labels = [(param, None) for param in batch.params] if whole else batch.labels
-        rows += [replace(row, tensor=names[id(param)], number=number) for param, number in labels]
+        of_call = [replace(row, tensor=names[id(param)], number=number) for param, number in labels]
+        rows += of_call if strategy == "owner" or layouts is None else [_predicted(one, layouts) for one in of_call]
     return rows
+
+
+def _predicted(row: MatrixRow, layouts: Layouts) -> MatrixRow:
+    """What was predicted as its strategy was chosen; nothing where that was given."""
+    name = row.tensor if row.number is None else f"{row.tensor}[{row.number}]"
+    choice = layouts.choices.get(name)
+    return row if choice is None else replace(row, predicted_ns=choice.predicted_ns)
 
 
 def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]:
@@ -267,6 +284,10 @@ def _placed(param: Tensor) -> str:
 
 def _ranks(ranks: Sequence[GlobalRank]) -> str:
     return " ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} … {ranks[-1]} ({len(ranks)})"
+
+
+def _is_planned(parcel: Parcel) -> bool:
+    return len(parcel.holders) > 1 and parcel.strategy == "owner"
 
 
 # -- predictions ----------------------------------------------------------------------------------------------------

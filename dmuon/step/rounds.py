@@ -32,7 +32,7 @@ from dmuon.kernels import (
     normalized_momentum,
     normalized_update,
 )
-from dmuon.layout.matrices import Parcel
+from dmuon.layout.matrices import Parcel, Strategy
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
 from dmuon.step.update import Done, StepRecord, apply, fold, numerics_of, orthogonalize, with_zeros
@@ -172,7 +172,13 @@ class ExchangedRound(Round):
     Attributes:
         domain: the ranks that take part.
         parcels: of the batches.
+        has_owners: others than owners orthogonalize nothing; False: ranks do that with what concerns them.
+        joins_norms: also where that saves no bytes, since no rank has a whole matrix.
     """
+
+    has_owners = True
+    joins_norms = False
+    orthogonalize: Callable[..., tuple[Tensor, Done]] = staticmethod(orthogonalize)
 
     def __init__(self, index: int, batches: Sequence[SharedBatch], what: str) -> None:
         """``what`` names the batches, the same on all ranks."""
@@ -186,7 +192,8 @@ class ExchangedRound(Round):
         self._ids = frozenset[int]().union(*(batch.ids for batch in batches))
         self._like = torch.empty(0, dtype=batches[0].dtype, device=batches[0].device)
         here = self.domain.position
-        owned = {i for i, parcel in enumerate(self.parcels) if parcel.owner == here}
+        owned = {i for i, parcel in enumerate(self.parcels) if parcel.owner == here or not self.has_owners}
+        self.routes = [parcel.routes(here) for parcel in self.parcels]
         held = {i: batch for i, batch in enumerate(self.batches) if here in batch.parcel.spread.parts}
         self.bundles: list[Bundle] = make_bundles(held, owned)
         self._norms: WholeNorms | None = None
@@ -195,7 +202,8 @@ class ExchangedRound(Round):
         self._norms = None  # a step before may have failed
         group = step.options[self.index]
         # A round of one rank's own matrices is unknown to the others.
-        if not self.exchanged or not numerics_of(group, self._like.dtype, self._like.device).sent_normalized:
+        numerics = numerics_of(group, self._like.dtype, self._like.device)
+        if not self.exchanged or not (numerics.sent_normalized or self.joins_norms):
             return None
         if step.present.isdisjoint(self._ids):
             return None
@@ -245,7 +253,7 @@ class ExchangedRound(Round):
                 del update  # of which only what is kept outlives the packing
         with timer.phase("exchange"):
             like = self._like if norms is None else self._like.to(numerics.begins)
-            gathering = Redistribution(self._to_owners, parts, like, f"gather of {self._what}")
+            gathering = Redistribution(self._before, parts, like, f"gather of {self._what}")
         del parts
         yield False
 
@@ -260,16 +268,16 @@ class ExchangedRound(Round):
                     x, of_batch = normalized(x, storage=numerics.storage, eps=group["eps"])
                 else:
                     x, of_batch = x.to(carrier_dtype(x.device, numerics.storage)), norms[i]
-            whole[i], done = orthogonalize(numerics, batch, batch.whole[0], x, of_batch, timer)
+            whole[i], done = self.orthogonalize(numerics, batch, batch.whole[0], x, of_batch, timer)
             del x
             step.done += [done] if batch.ids <= step.present else _of_runs(done, batch, batch.runs(step.present))
         with timer.phase("exchange"):
             like = self._like.to(numerics.ends)
             arriving: Redistribution | Copying
-            arriving = Redistribution(self._from_owners, whole, like, f"scatter of {self._what}")
+            arriving = Redistribution(self._after, whole, like, f"scatter of {self._what}")
         del whole
         if self.copies.needed:
-            if self._from_owners.travels:
+            if self._after.travels:
                 yield False
             with timer.phase("exchange"):
                 arriving = Copying(self.copies, arriving.wait(), like, f"copies of {self._what}")
@@ -296,16 +304,16 @@ class ExchangedRound(Round):
     @cached_property
     def copies(self) -> Copies:
         """What goes on from the owners' copies to others."""
-        return Copies(self.parcels, self.domain)
+        return Copies(self.parcels if self.has_owners else (), self.domain)
 
     @cached_property
-    def _to_owners(self) -> AllToAll:
-        return AllToAll([parcel.to_owner for parcel in self.parcels], self.domain, self._stacks)
+    def _before(self) -> AllToAll:
+        return AllToAll([before for before, _ in self.routes], self.domain, self._stacks)
 
     @cached_property
-    def _from_owners(self) -> AllToAll:
+    def _after(self) -> AllToAll:
         stacks = [] if self.copies.needed else self._stacks  # these go on batch by batch
-        return AllToAll([parcel.from_owner for parcel in self.parcels], self.domain, stacks)
+        return AllToAll([after for _, after in self.routes], self.domain, stacks)
 
     @property
     def _stacks(self) -> list[tuple[int, ...]]:
@@ -315,7 +323,8 @@ class ExchangedRound(Round):
     def __str__(self) -> str:
         """What all ranks of the domain must agree on before data travels."""
         parcels = [(parcel.count, parcel.layout.shape, parcel.owner) for parcel in self.parcels]
-        return f"{self._what} as (count, shape, owner) {parcels}"
+        way = "" if self.has_owners else f", {self.parcels[0].strategy}"
+        return f"{self._what} as (count, shape, owner) {parcels}{way}"
 
 
 def _of_runs(done: Done, batch: Batch, runs: Sequence[tuple[int, int]]) -> list[Done]:
@@ -332,6 +341,7 @@ def exchanged_rounds(
     nbytes: int,
     together: bool,
     order: Callable[[Batch], tuple[int, int]],
+    kinds: Mapping[Strategy, type[ExchangedRound]] | None = None,
 ) -> list[ExchangedRound]:
     """Rounds of what several ranks hold: one batch of each owner, or several if they are of small matrices.
 
@@ -342,23 +352,25 @@ def exchanged_rounds(
         nbytes: most bytes of whole matrices that an owner gets in a round of packed batches.
         together: the owners work at the same time; False: one batch a round.
         order: key by which the batches of an owner are sorted; the same on all ranks.
+        kinds: of rounds, for strategies other than that of owners.
     """
-    lanes: dict[tuple[int, torch.dtype], dict[int, list[SharedBatch]]] = {}
+    lanes: dict[tuple[Strategy, int, torch.dtype], dict[int, list[SharedBatch]]] = {}
     rounds = []
     for batch in batches:
         if len(batch.parcel.holders) == 1:  # unknown to the other ranks, so it cannot be in a round with theirs
             rounds.append(ExchangedRound(index, [batch], f"matrices of one rank in group {index}"))
         else:
-            key = (id(batch.domain), batch.dtype)
+            key = (batch.parcel.strategy, id(batch.domain), batch.dtype)
             lanes.setdefault(key, {}).setdefault(batch.parcel.owner, []).append(batch)
-    for by_owner in lanes.values():
+    for (strategy, _, _), by_owner in lanes.items():
+        kind = ExchangedRound if kinds is None else kinds[strategy]
         packs = [_packed(sorted(by_owner[owner], key=order), small_numel, nbytes) for owner in sorted(by_owner)]
         for number, of_owners in enumerate(zip_longest(*packs, fillvalue=())):
             members = [batch for pack in of_owners for batch in pack]
             for some in [members] if together else [[batch] for batch in members]:
                 count = sum(batch.count for batch in some)
                 what = f"round {number} of group {index}: {count} matrices"
-                rounds.append(ExchangedRound(index, some, what))
+                rounds.append(kind(index, some, what))
     return rounds
 
 

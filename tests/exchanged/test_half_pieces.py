@@ -41,7 +41,7 @@ def arrivals(_rank: int, _world: int, name: str, dtype: torch.dtype, monkeypatch
     """Whole matrices have norm 1 when they arrive, so each part counted once, also where there are copies."""
     seen: list[Tensor] = []
     sums = [0]
-    orthogonalize, reduce = rounds.orthogonalize, dist.all_reduce
+    orthogonalize, reduce = rounds.ExchangedRound.orthogonalize, dist.all_reduce
 
     def observed(numerics: Any, batch: Any, run_of: Any, x: Tensor, norms: Tensor, timer: Any) -> Any:
         assert numerics.begins == dtype and torch.equal(x, x.to(dtype).to(x.dtype))
@@ -53,7 +53,7 @@ def arrivals(_rank: int, _world: int, name: str, dtype: torch.dtype, monkeypatch
         return reduce(tensor, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rounds, "orthogonalize", observed)
+        patch.setattr(rounds.ExchangedRound, "orthogonalize", staticmethod(observed))
         patch.setattr(dist, "all_reduce", counted)
         weights = trained(name, ns_dtype=dtype)
     assert_same_over_ranks(weights)

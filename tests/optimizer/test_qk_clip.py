@@ -261,13 +261,13 @@ def test_training_equals_one_process_written_from_the_paper(ranks: RankPool, lay
     ranks(LAYOUTS[layout].world, _trains, layout, kind, expected, maxima)
 
 
-def _scales(rank: int, world: int, layout: str, kind: str) -> None:
+def _scales(rank: int, world: int, layout: str, kind: str, strategy: str = "owner") -> None:
     logits = torch.tensor([[90.0, 400.0, 100.0, 250.0], [1000.0, 7.0, 100.5, 99.0]])
     found = []
     for threshold in (None, 2000.0, 100.0):
         made = laid(layout, kind, bias=True)
         clip = None if threshold is None else dmuon.QKClip(made.model, threshold)
-        optimizer = made.optimizer(**OPTIONS | {"weight_decay": 0.1, "qk_clip": clip})
+        optimizer = made.optimizer(**OPTIONS | {"weight_decay": 0.1, "qk_clip": clip, "strategy": strategy})
         made.backward(0)
         if clip is not None and rank == world - 1:  # the others have nothing to tell, and hear of it
             for number, name in enumerate(("blocks.0.attn", "blocks.1.attn")):
@@ -292,6 +292,14 @@ def _scales(rank: int, world: int, layout: str, kind: str) -> None:
 def test_one_step_is_that_without_clipping_times_the_factors(ranks: RankPool, layout: str, kind: str) -> None:
     """Biases too, and bit for bit the same below the threshold. One rank alone knows of logits."""
     ranks(LAYOUTS[layout].world, _scales, layout, kind)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "strategy"),
+    [("fsdp2-2", "mla", "sharded"), ("fsdp2-3", "interleaved", "replicated"), ("fsdp2-2", "transposed", "sharded")],
+)
+def test_so_it_is_whoever_orthogonalizes(ranks: RankPool, layout: str, kind: str, strategy: str) -> None:
+    ranks(LAYOUTS[layout].world, _scales, layout, kind, strategy)
 
 
 def clipped_model(kind: str = "mha", threshold: float = THRESHOLD, **options: Any) -> tuple[Network, Any, dmuon.Muon]:

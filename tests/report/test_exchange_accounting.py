@@ -24,13 +24,20 @@ SLACK_BYTES = 2048  # votes, norms, and numbers of AdamW: none of them grows wit
 
 
 def count_step(
-    _rank: int, _world: int, name: str, together: bool, prefetch: int, chunk_bytes: int, dtype: Any = None
+    _rank: int,
+    _world: int,
+    name: str,
+    together: bool,
+    prefetch: int,
+    chunk_bytes: int,
+    dtype: Any = None,
+    strategy: str = "owner",
 ) -> tuple[dict[str, int], dict[str, int], int, int]:
     """What was counted, what the formula says, rounds, and bytes of the largest matrix."""
     model = build(layers=4, hidden=509)
     laid = lay(name, model)
     config = dmuon.create_dtensor_config(together, prefetch, costs="flops", chunk_bytes=chunk_bytes)
-    optimizer = dmuon.Muon(model, distributed_config=config, ns_dtype=dtype)
+    optimizer = dmuon.Muon(model, distributed_config=config, ns_dtype=dtype, strategy=strategy)
     in_flight = []
     for step in range(4):  # the least: a thread of gloo may keep what has arrived for a moment
         laid.backward(step)
@@ -43,6 +50,7 @@ def count_step(
         "received": sum(ledger.received[name] for name in EXCHANGES),
         "sent": sum(ledger.sent[name] for name in EXCHANGES),
         "in_flight": min(in_flight),
+        "summed": ledger.received["allreduce_"],
     }
     rounds = sum(round_.exchanged for round_ in optimizer._rounds)
     return found, asdict(expected_exchange(optimizer)), rounds, 4 * 13 * 509
@@ -81,6 +89,33 @@ def test_exchanges_equal_the_formula(
             "sent": budget["sent_before"] + budget["sent_after"],
         }
         assert expected == {key: found[key] for key in expected}, f"rank {rank}: counted {found}, formula {budget}"
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "dtype"),
+    [
+        ("fsdp2-2", "replicated", None),
+        ("fsdp2-2", "sharded", torch.float16),
+        ("tp-alone", "sharded", None),
+        ("replicate-fsdp", "replicated", None),
+        pytest.param("fsdp2-hsdp", "replicated", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("fsdp2-hsdp", "sharded", None, marks=pytest.mark.slow),
+        pytest.param("fsdp2-tp", "sharded", torch.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_strategies_send_what_the_formula_says(ranks: RankPool, name: str, strategy: str, dtype: Any) -> None:
+    world = LAYOUTS[name].world
+    for found, budget, _, _ in ranks(world, count_step, name, True, 1, 2**14, dtype, strategy):
+        assert found["received"] == budget["received_before"] + budget["received_after"]
+        assert found["sent"] == budget["sent_before"] + budget["sent_after"]
+        assert budget["copied"] == 0
+        assert (budget["summed"] > 0) == (strategy == "sharded")
+        by_all = found["summed"] - 2 * budget["summed"] * (world - 1) // world
+        assert 0 < by_all <= SLACK_BYTES, "votes and norms"
+        if name == "replicate-fsdp":
+            assert found["received"] == 0, "each copy does all by itself"
+        if strategy == "replicated":
+            assert budget["received_after"] == 0, "each rank has the result"
 
 
 def test_memory_in_flight_grows_with_prefetching_and_not_with_the_number_of_rounds(ranks: RankPool) -> None:

@@ -37,6 +37,7 @@ class Program:
         actions: names of :data:`ACTIONS`, in order; with ``@side`` on another stream, before and after which the
             program waits as it should.
         ns_dtype: of Newton–Schulz; in half precision pieces travel normalized.
+        strategy: who orthogonalizes what is exchanged.
         nccl: transports are chosen as on NCCL.
         graphs: how many recordings are kept, of which all updates are replayed; 0: nothing is recorded.
         bucket: bytes of replicated gradients that travel together; None is dmuon's own choice.
@@ -50,6 +51,7 @@ class Program:
     overlap: bool = False
     half: bool = False
     ns_dtype: torch.dtype | None = None
+    strategy: str = "owner"
     nccl: bool = False
     graphs: int = 0
     model: Literal["toy", "single", "auxiliary", "experts", "branches", "towers"] = "toy"
@@ -431,7 +433,8 @@ def _made(program: Program) -> Trained:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if program.half else None
     options: dict[str, Any] = {"comm": dmuon.CommOptions(**program.comm)} if program.dedicated else {}
     laid = lay(program.layout, model, keep=program.keep, mp_policy=half, **options)
-    return Trained(laid, laid.optimizer(overlap_backward=program.overlap, ns_dtype=program.ns_dtype), program.half)
+    options = {"overlap_backward": program.overlap, "ns_dtype": program.ns_dtype, "strategy": program.strategy}
+    return Trained(laid, laid.optimizer(**options), program.half)
 
 
 @contextmanager
@@ -453,6 +456,9 @@ PROGRAMS: dict[str, Program] = {
     "tensor": Program("tp-two-lines", f"{T} {T}"),
     "fsdp exchanged": Program("fsdp2-2", f"{T} {T}"),
     "fsdp exchanged half": Program("fsdp2-2", f"{T} {T}", ns_dtype=torch.float16),
+    "fsdp replicated": Program("fsdp2-2", f"{T} {T}", strategy="replicated"),
+    "fsdp sharded": Program("fsdp2-2", f"{T} {T}", strategy="sharded"),
+    "hsdp sharded": Program("fsdp2-hsdp", f"{T} {T}", ns_dtype=torch.float16, strategy="sharded"),
     "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),
     "kept lines": Program("1d-two-lines", f"{T} accumulate {T}", keep=True, overlap=True),
     "far ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 2, "outstanding_reductions": 3}),

@@ -277,6 +277,7 @@ PLANTS = {
     # -- the others are slow
     "self._pending.wait in Copying.wait": "hsdp exchanged",
     "work.wait in join_norms": "fsdp exchanged half",
+    "domain.monitor.start(…).wait in _add_up_over": "fsdp sharded",
     "fill.wait in OwnedBuffer._settle": "lines",
     "publication.wait in OwnedBuffer._settle": "ddp",
     "tensor.record_stream in Stream.beside": "overlap",

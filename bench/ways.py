@@ -1,0 +1,171 @@
+"""Ways to orthogonalize the same matrices on the same ranks: by owners, on each rank, on all together.
+
+``last sharded``: the last matrix by all ranks together, the others by owners; ``auto``: as predicted.
+
+The matrices are sharded by rows over ``--world`` gloo ranks of one thread each. All ways live in one process tree and
+take turns, so that drift of the machine hits them alike. Cases: ``small``, many small matrices; ``wide``, one large
+matrix among small ones.
+
+Columns; times are medians over rounds in ms, of the slowest rank:
+
+    step()   the optimizer, gradients being there
+    pair     the median of step() over that of owners, round by round
+    CPU      most processor time that a rank takes in step(), its threads of gloo included: what would be left of step()
+             if each rank had a processor of its own, and sent for nothing
+    MB in    received by a rank in step(), counted; of an all-reduce twice what is not its own
+    seed MB  what the article about sharding Muon estimates: an all-gather for replication, two for owners, three a
+             Newton-Schulz step for tensor parallelism, of which two are of the matrix
+    seed NS  the part of all Newton-Schulz that it estimates for a rank
+    error    largest relative difference of an update from Newton-Schulz in fp64, in the Frobenius norm
+
+    python bench/ways.py --rounds 15
+    python bench/ways.py --case wide --rows 1024 --cols 4096
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from common.clock import collect, in_turn, medians
+from common.ledger import Ledger
+from common.options import parse
+from common.ranks import over_ranks, run_ranks, timed
+from common.results import origin, write_json
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dmuon
+from dmuon.kernels import orthogonalize, update_scale
+
+WAYS: dict[str, str | dict[str, str]] = {
+    "owner": "owner",
+    "replicated": "replicated",
+    "sharded": "sharded",
+    "last sharded": {"last": "sharded"},
+    "auto": "auto",
+}
+CASES = ("small", "wide")
+NS_STEPS = 5
+LR = 1e-2
+MB = 1e6
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    world: int = 4
+    case: str = "all"
+    count: int = 32
+    side: int = 96
+    rows: int = 768
+    cols: int = 3072
+    rounds: int = 15
+    warmup: int = 2
+    costs: str | None = None
+    json: str | None = None
+
+
+def shapes_of(case: str, settings: Settings) -> list[Shape]:
+    small = [(settings.side, settings.side)] * settings.count
+    return small if case == "small" else [*small, (settings.rows, settings.cols)]
+
+
+def noise(seed: int, shape: Shape) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Program:
+    """Weights of zeros, sharded by rows, with gradients that stay, and their optimizer."""
+
+    def __init__(self, way: str, shapes: Sequence[Shape], mesh: DeviceMesh, costs: str | None) -> None:
+        self.way, self.cpu_ms, self.wall_ms = way, 0.0, 0.0
+        self.params = [nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])) for shape in shapes]
+        config = dmuon.create_dtensor_config(costs=costs)
+        named = [(str(i), param) for i, param in enumerate(self.params[:-1])] + [("last", self.params[-1])]
+        self.muon = dmuon.Muon(named, lr=LR, weight_decay=0.0, distributed_config=config, strategy=WAYS[way])
+        for i, param in enumerate(self.params):
+            param.grad = distribute_tensor(noise(i, tuple(param.shape)), mesh, [Shard(0)])
+
+    def step(self) -> None:
+        start = time.process_time()
+        self.muon.step()
+        self.cpu_ms = 1e3 * (time.process_time() - start)
+
+    def error(self) -> float:
+        """Of the first step. Collective."""
+        worst = 0.0
+        for i, param in enumerate(self.params):
+            shape = tuple(param.shape)
+            exact = orthogonalize(noise(i, shape).double()) * -LR * update_scale("match_rms_adamw", shape)
+            worst = max(worst, float((param.full_tensor().detach() - exact).norm() / exact.norm()))
+        return worst
+
+
+def seed_estimate(program: Program, world: int) -> tuple[float, float]:
+    """MB that a rank gets, and its part of all products, as the article counts in fp32 and for large ``world``."""
+    elements, here, products = 0, 0.0, 0.0
+    for param, one in zip(program.params, program.muon.exchanged(), strict=True):
+        numel, square, cost = param.numel(), min(param.shape) ** 2, param.numel() * min(param.shape)
+        together = NS_STEPS * (2 * numel + square)
+        elements += {"replicated": numel, "owner": 2 * numel, "sharded": together}[one.strategy]
+        products += cost
+        here += cost if one.strategy == "replicated" else cost / world
+    return 4 * elements / MB, here / products
+
+
+def rows_of(shapes: Sequence[Shape], mesh: DeviceMesh, settings: Settings) -> dict[str, dict[str, float]]:
+    programs = {way: Program(way, shapes, mesh, settings.costs) for way in WAYS}
+    rows: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    for way, program in programs.items():
+        program.step()
+        rows[way]["error"] = program.error()
+        with Ledger() as ledger:
+            program.step()
+        (received,) = over_ranks([sum(ledger.received.values()) / MB])
+        estimate, part = seed_estimate(program, settings.world)
+        rows[way] |= {"MB in": received, "seed MB": estimate, "seed NS": part}
+
+    def sample(index: int) -> Mapping[tuple[str, str], float]:
+        took = {}
+        for program in in_turn(list(programs.values()), index):
+            took[program.way, "step()"] = 1e3 * timed(program.step)
+            (took[program.way, "CPU"],) = over_ranks([program.cpu_ms])
+        pairs = {(way, "pair"): took[way, "step()"] / took["owner", "step()"] for way in programs}
+        return took | pairs
+
+    for (way, column), value in medians(collect(settings.warmup, settings.rounds, sample)).items():
+        rows[way][column] = value
+    return rows
+
+
+def worker(rank: int, settings: Settings) -> None:
+    mesh = init_device_mesh("cpu", (settings.world,))
+    cases = CASES if settings.case == "all" else (settings.case,)
+    found = {case: rows_of(shapes_of(case, settings), mesh, settings) for case in cases}
+    if rank:
+        return
+    columns = ("step()", "pair", "CPU", "MB in", "seed MB", "seed NS", "error")
+    for case, rows in found.items():
+        shapes = shapes_of(case, settings)
+        print(f"\n{case}: {len(shapes)} matrices, the last one {shapes[-1][0]}x{shapes[-1][1]}, {settings.world} ranks")
+        print("way".ljust(14) + "".join(column.rjust(10) for column in columns))
+        for way, row in rows.items():
+            cells = (f"{row[column]:.1e}" if column == "error" else f"{row[column]:.2f}" for column in columns)
+            print(way.ljust(14) + "".join(cell.rjust(10) for cell in cells))
+    if settings.json:
+        write_json(settings.json, {"origin": origin(), "settings": asdict(settings), "cases": found})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    least = {"world": 1, "count": 1, "side": 1, "rows": 1, "cols": 1, "rounds": 1}
+    _, settings = parse(Settings, __doc__, argv, least=least, choices={"case": ("all", *CASES)})
+    run_ranks(settings.world, worker, settings)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,317 @@
+"""Matrices that each rank orthogonalizes, or all ranks together: the same as with owners, and as in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.dtensors import local_tensor, whole
+from harness.hand_laid import SPLITS, Weights
+from harness.network import full_state, is_matrix
+from harness.on_ranks import assert_same_over_ranks, on_ranks
+from harness.oracle import reference_weights
+from harness.pool import RankPool
+from harness.topologies import LAYOUTS, lay
+from harness.toy import OPTIONS, build
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import dmuon
+from dmuon import create_dtensor_config
+from dmuon.exchanged import layouts
+from dmuon.solver import CostTable
+
+WAYS = ("replicated", "sharded")
+SHAPES = [(12, 8), (7, 13), (2, 11), (9, 1), (4, 6, 5)]
+
+
+def laid_by_hand(world: int) -> Weights:
+    """Every shape cut along each dimension, and whole on all ranks; and tensors that are several matrices."""
+    weights, mesh = Weights(), init_device_mesh("cpu", (world,))
+    for shape in SHAPES:
+        for placement in (*map(Shard, range(len(shape))), Replicate()):
+            weights.shard(len(weights.params), shape, mesh, [placement])
+    for split in (SPLITS[0], SPLITS[6], SPLITS[9], SPLITS[11]):
+        weights.shard(len(weights.params), split.shape, mesh, [Shard(0)], split=split)
+    return weights
+
+
+def optimizer_of(weights: Weights, prefetch: int = 1, **options: Any) -> dmuon.Muon:
+    return weights.optimizer(create_dtensor_config(costs="flops", prefetch_count=prefetch, chunk_bytes=1000), **options)
+
+
+# -- what is computed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize(("world", "prefetch"), [(2, 0), (3, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
+@on_ranks()
+def test_the_update_is_that_of_one_process(rank: int, world: int, prefetch: int, strategy: str) -> None:
+    """Of three steps, in the second of which some matrices have no gradient, on any rank or on one."""
+    weights = laid_by_hand(world)
+    optimizer = optimizer_of(weights, prefetch, strategy=strategy)
+    weights.train(optimizer, 1)
+    grads = weights.give()
+    for i in range(0, len(grads), 3):
+        weights.params[i].grad = grads[i] = None
+    lacking = weights.params[1]  # (12, 8) by Shard(1)
+    if rank == world - 1:
+        lacking.grad = None
+    assert grads[1] is not None
+    grads[1].chunk(world, 1)[world - 1].zero_()
+    weights.step(optimizer, grads)
+    weights.train(optimizer, 1)
+    weights.check(optimizer)
+
+
+LAYOUT_CASES = [
+    ("fsdp2-2", True), ("tp-alone", True), ("ddp", True),
+    ("fsdp2-3", False), ("fsdp2-hsdp", False), ("fsdp2-tp", False), ("replicate-fsdp", False), ("cp-groups", False),
+]  # fmt: skip
+
+
+def on_layout(_rank: int, _world: int, name: str, strategy: str) -> None:
+    laid = lay(name, build())
+    optimizer = laid.optimizer(strategy=strategy)
+    for step in range(3):
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+    weights = full_state(laid.network)
+    assert_equal_weights(weights, reference_weights(3, matrix=is_matrix))
+    assert_same_over_ranks(weights)
+    assert {one.strategy for one in optimizer.exchanged()} == {strategy}
+    assert {one.owner for one in optimizer.exchanged()} == {None}
+
+
+@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if fast else pytest.mark.slow) for name, fast in LAYOUT_CASES]
+)
+def test_a_model_on_a_layout_trains_as_in_one_process(ranks: RankPool, name: str, strategy: str) -> None:
+    ranks(LAYOUTS[name].world, on_layout, name, strategy)
+
+
+@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.bfloat16, 0.05), (torch.float16, 0.03), ("mixed", 0.05), (torch.float64, 1e-5)]
+)
+@on_ranks(2)
+def test_other_dtypes_are_as_near_to_one_process_as_owners_are(
+    rank: int, world: int, dtype: Any, limit: float, strategy: str
+) -> None:
+    changes = []
+    for of_test in ("owner", strategy):
+        weights = laid_by_hand(world)
+        before = [whole(param) for param in weights.params]
+        optimizer = optimizer_of(weights, strategy=of_test, ns_dtype=dtype)
+        weights.train(optimizer, 2)
+        changes.append([whole(param) - old for param, old in zip(weights.params, before, strict=True)])
+        exact = [new.reshape(old.shape) - old for new, old in zip(weights.twin.weights(), before, strict=True)]
+    for by_owner, found, right in zip(*changes, exact, strict=True):
+        assert (found - by_owner).norm() <= limit * right.norm()
+        assert (found - right).norm() <= (by_owner - right).norm() + limit * right.norm()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@on_ranks(2)
+def test_the_scale_of_gradients_does_not_matter(rank: int, world: int, scale: float) -> None:
+    for strategy in WAYS:
+        weights = Weights(decay=0.0)
+        for i, placement in enumerate((Shard(0), Shard(1), Replicate())):
+            weights.shard(i, (6, 9), init_device_mesh("cpu", (world,)), [placement], scale=0.0)
+        optimizer = optimizer_of(weights, strategy=strategy)
+        weights.step(optimizer, weights.give(scale))
+        weights.check()
+
+
+@on_ranks(2)
+def test_blocks_of_squares_run_on_slices(rank: int, world: int) -> None:
+    found = []
+    for strategy in ("owner", "sharded"):
+        weights = laid_by_hand(world)
+        weights.options["ns_coefficients"] = "squares"
+        optimizer = optimizer_of(weights, strategy=strategy)
+        for _ in range(2):
+            weights.give()
+            optimizer.step()
+        found.append([whole(param) for param in weights.params])
+    for by_owner, sharded in zip(*found, strict=True):
+        assert (sharded - by_owner).norm() <= 1e-4 * by_owner.norm()
+
+
+# -- which matrices, and what goes with it --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("owner", "sharded"), ("sharded", "replicated"), ("replicated", "owner")]
+)
+@on_ranks(2)
+def test_a_state_dict_of_one_strategy_loads_under_another(rank: int, world: int, first: str, second: str) -> None:
+    weights = laid_by_hand(world)
+    before = optimizer_of(weights, strategy=first)
+    weights.train(before, 2)
+    saved = copy.deepcopy(before.state_dict())
+    groups = [{"params": list(weights.params), "use_muon": True, "strategy": second}]
+    after = weights.optimizer(create_dtensor_config(costs="flops"), groups)
+    saved["param_groups"][0]["strategy"] = first  # as that of a group would be saved
+    after.load_state_dict(saved)
+    assert after.param_groups[0]["strategy"] == second
+    weights.train(after, 1)
+    weights.check(after)
+
+
+@on_ranks(2)
+def test_patterns_and_groups_say_which_matrices(rank: int, world: int) -> None:
+    """The first pattern that fits counts, the rest have owners; and what is recorded is the same."""
+    records = []
+    for given in ("owner", {"*.up.*": "sharded", "blocks.0.*": "replicated"}):
+        laid = lay("fsdp2-2", build())
+        groups = dmuon.param_groups(laid.model)
+        if given == "owner":
+            optimizer = laid.optimizer(strategy=given)
+        else:
+            names = {id(p): n for n, p in laid.model.named_parameters()}
+            groups = [{**g, "param_names": [names[id(p)] for p in g["params"]]} for g in groups]
+            groups[0]["strategy"] = given
+            optimizer = dmuon.Muon(groups, distributed_config=laid.config, **OPTIONS)
+            found = {one.name: one.strategy for one in optimizer.exchanged()}
+            for name, strategy in found.items():
+                expected = "sharded" if ".up." in name else "replicated" if "blocks.0." in name else "owner"
+                assert strategy == expected, name
+            assert len(set(found.values())) == 3
+        laid.backward(0)
+        record = optimizer.record_next_step()
+        optimizer.step()
+        records.append(record.gather())
+    assert records[0].keys() == records[1].keys()
+    for name, one in records[0].items():
+        assert records[1][name].update_rms == pytest.approx(one.update_rms, rel=1e-4), name
+    text = dmuon.explain(laid.model, optimizer)
+    assert "sharded" in text and "replicated" in text
+
+
+# -- chosen by prediction -------------------------------------------------------------------------------------------
+
+WIDE = [(64, 512), *[(8, 8)] * 6]
+EVEN = [(64, 512)] * 4
+
+
+def costs_of(wide: int, small: int) -> CostTable:
+    return CostTable({(64, 512): {1: wide}, (8, 8): {1: small}})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "wide", "small", "latency", "expected"),
+    [
+        (WIDE, 10**8, 10**5, 10**4, {"sharded": 1, "owner": 6}),  # one matrix outweighs all others
+        (WIDE[:1], 10**8, 10**5, 10**4, {"sharded": 1}),  # there is no other
+        (WIDE, 10**8, 10**5, 25 * 10**6, {"owner": 7}),  # its two sums and two exchanges take as long as it does
+        (WIDE, 10**8, 10**5, 10**9, {"replicated": 7}),  # and here nothing else matters
+        (WIDE, 10**5, 10**6, 10**4, {"owner": 7}),
+        (EVEN, 10**8, 10**5, 10**4, {"owner": 4}),  # owners have as many
+        (WIDE[1:], 10**8, 10**4, 10**7, {"replicated": 6}),  # an exchange takes longer than all of them
+        (WIDE[1:], 10**8, 10**7, 10**4, {"owner": 6}),
+    ],
+)
+@on_ranks(2)
+def test_auto_gives_a_matrix_what_is_predicted_to_be_shorter(
+    rank: int, world: int, shapes: Any, wide: int, small: int, latency: int, expected: dict[str, int]
+) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    weights = Weights()
+    for i, shape in enumerate(shapes):
+        weights.shard(i, shape, mesh, [Shard(0)])
+    config = create_dtensor_config(costs=costs_of(wide, small))
+    with (
+        mock.patch.object(layouts, "link_ns_per_byte", lambda _: 2.0**-5),
+        mock.patch.object(layouts, "link_latency_ns", lambda _: float(latency)),
+    ):
+        optimizer = weights.optimizer(config, strategy="auto")
+    assert Counter(one.strategy for one in optimizer.exchanged()) == expected
+    report = "\n".join(optimizer.exchange_report())
+    assert report.count("strategy of") == sum(expected.values()) - expected.get("owner", 0)
+    weights.train(optimizer, 2)
+    weights.check(optimizer)
+
+
+def test_auto_on_a_model_with_stacks_is_as_one_process(ranks: RankPool) -> None:
+    ranks(2, automatic)
+
+
+def automatic(rank: int, world: int) -> None:
+    """By estimated costs of a GPU, beside whose latency these matrices take no time."""
+    weights = laid_by_hand(world)
+    optimizer = optimizer_of(weights, strategy="auto")
+    found = Counter(one.strategy for one in optimizer.exchanged())
+    assert found["replicated"] > found["owner"] > 0, "matrices of stacks that one rank has stay with it"
+    weights.train(optimizer, 2)
+    weights.check(optimizer)
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error", "message"),
+    [
+        ("full_replication", ValueError, "'full_replication' is not implemented; use 'replicated'"),
+        ("fused", ValueError, "'fused' is not implemented; use 'replicated'"),
+        ("shared", ValueError, "strategy='shared' is unknown; use one of owner, replicated, sharded, auto"),
+        ({"*": "owners"}, ValueError, "strategy='owners' is unknown"),
+        (None, TypeError, "strategy must be a name, or a mapping of patterns"),
+        ({0: "owner"}, TypeError, "strategy must map patterns of names"),
+    ],
+)
+def test_unknown_strategies_are_refused(strategy: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message.replace("(", r"\(")):
+        dmuon.Muon([nn.Parameter(torch.zeros(2, 2))], strategy=strategy)
+
+
+def differing(rank: int, world: int) -> None:
+    weights = laid_by_hand(world)
+    optimizer_of(weights, strategy="sharded" if rank else "owner")
+
+
+def test_ranks_that_differ_hear_of_the_parameter(ranks: RankPool) -> None:
+    for outcome in ranks(2, differing, expect=ValueError):
+        assert "strategy='sharded'" in outcome.message and "parameter" in outcome.message
+
+
+@on_ranks(2)
+def test_what_has_owners_by_other_means_is_refused_by_name(rank: int, world: int) -> None:
+    weights = laid_by_hand(world)
+    config = create_dtensor_config(costs="flops")
+    own = dmuon.DistributedConfig(lambda *a: config.assign_fn(*a), config.gather_fn, config.redistribute_fn, {})
+    with pytest.raises(ValueError, match="functions of the user's own"):
+        weights.optimizer(own, strategy="replicated")
+    laid = lay("1d", build())
+    with pytest.raises(ValueError, match="which dedicate_params gave an owner") as refused:
+        laid.optimizer(strategy="sharded")
+    assert "blocks." in str(refused.value)
+    optimizer = laid.optimizer(strategy={"nothing": "sharded"})
+    optimizer.param_groups[0]["strategy"] = "replicated"
+    laid.backward(0)
+    with pytest.raises(ValueError, match="which dedicate_params gave an owner"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_an_edited_strategy_is_refused_before_anything_has_changed(rank: int, world: int) -> None:
+    weights = laid_by_hand(world)
+    optimizer = optimizer_of(weights)
+    weights.give()
+    before: list[Tensor] = [local_tensor(param).clone() for param in weights.params]
+    optimizer.param_groups[0]["strategy"] = "sharded"
+    with pytest.raises(ValueError, match="the strategy of a group was edited"):
+        optimizer.step()
+    assert all(map(torch.equal, before, map(local_tensor, weights.params)))
+    with pytest.raises(ValueError, match="'strategy' is unknown to a AdamW group"):
+        dmuon.Muon([{"params": [nn.Parameter(torch.zeros(2))], "use_muon": False, "strategy": "sharded"}])

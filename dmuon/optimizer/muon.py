@@ -64,7 +64,11 @@ class Muon(torch.optim.Optimizer):
             Muon, fewer to AdamW), ``dmuon.owned_parameters(model)``, or groups with ``use_muon`` flags, in which a
             tensor of three dimensions is a stack of matrices, such as grouped experts ``(e, m, n)``.
         lr: learning rate of Muon.
-        weight_decay: decoupled, multiplied by the base ``lr``.
+        weight_decay: how strongly Muon's matrices decay.
+        weight_decay_mode: ``"decoupled"``: ``W ← (1 - lr · weight_decay) · W`` before the update, by the base ``lr``;
+            ``"cautious"`` (arXiv 2510.12402): the same, of elements that have the sign of the update, which is
+            subtracted; ``"independent"``: ``W ← (1 - weight_decay) · W``, whatever ``lr`` is; ``"l2"``: ``weight_decay
+            · W`` is added to the gradient before momentum.
         momentum, nesterov: as in ``torch.optim.Muon``.
         ns_coefficients: ``"polar_express"``, ``"you"``, ``"classic"``, ``"squares"``, or one or several ``(a, b, c)``.
         ns_steps: Newton-Schulz steps; ``"squares"`` stands for five.
@@ -79,8 +83,8 @@ class Muon(torch.optim.Optimizer):
         select, exclude: as in ``dedicate_params``; only with a module that was not dedicated.
         overlap_backward: orthogonalize what dmuon owns as soon as its gradients have been reduced, while backward goes
             on, on a stream of its own. Whatever changes a gradient before ``step()`` (clipping, another backward) makes
-            the step do it again. Matrices that are exchanged wait for ``step()``. Costs one update per matrix of
-            memory.
+            the step do it again. Matrices that are exchanged, and those with L2 decay, wait for ``step()``. Costs one
+            update per matrix of memory.
         distributed_config: who orthogonalizes matrices that dmuon does not own, and how they get there. ``None``: for
             DTensors :func:`dmuon.create_dtensor_config`, for what a ``DistributedDataParallel`` module replicates its
             process group; other tensors are whole on this rank. If given, all ranks of its groups build the optimizer,
@@ -98,6 +102,7 @@ class Muon(torch.optim.Optimizer):
         lr: float | Tensor = 1e-3,
         *,
         weight_decay: float = 0.1,
+        weight_decay_mode: str = "decoupled",
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: str | tuple[Any, ...] = "polar_express",
@@ -129,6 +134,7 @@ class Muon(torch.optim.Optimizer):
         defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
+            "weight_decay_mode": weight_decay_mode,
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
@@ -445,8 +451,11 @@ class Muon(torch.optim.Optimizer):
         options: list[dict[str, Any]] = []
         outdated: list[Tensor] = []
         for group in self.param_groups:
-            # Once for each group: reading a tensor's number waits for the accelerator.
-            options.append({**group, "lr": float(group["lr"])} if group["use_muon"] else group)
+            if group["use_muon"]:
+                # Once for each group: reading a tensor's number waits for the accelerator.
+                l2 = group["weight_decay"] if group["weight_decay_mode"] == "l2" else 0.0
+                group = {**group, "lr": float(group["lr"]), "l2": l2}
+            options.append(group)
         with self._timer.phase("publish"):
             for param in self._batched if self._dedicated else ():
                 if id(param) in changing:

@@ -17,9 +17,11 @@ from dmuon.platform.options import check_flag, is_integer
 from dmuon.step.rounds import Round
 
 MUON_OPTIONS = (
-    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
+    "lr", "weight_decay", "weight_decay_mode", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype",
+    "adjust_lr_fn",
 )  # fmt: skip
 ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
+DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
 MOST_NS_STEPS = 20
 
 _OF_THE_CONSTRUCTOR = (
@@ -41,7 +43,7 @@ _ELSEWHERE = {  # keys that groups of other libraries have, which would be ignor
         ("algorithm", "use_muon=True (Muon) or use_muon=False (AdamW)"),
         ("flatten", "MatrixSpec(flattened=True), which a function select=… returns"),
         ("num_heads split_sizes split_fn split_qkv qkv_split_shapes", "MatrixSpec, which a function select=… returns"),
-        ("cautious_wd weight_decay_method", "nothing: weight decay is decoupled, and not cautious"),
+        ("cautious_wd weight_decay_method", "weight_decay_mode=…, such as 'cautious'"),
         ("fraction rank_fraction rank_multiple_of ef_decay", "nothing: all of a matrix is orthogonalized"),
         ("muon_beta2", "nothing: Muon has no second moments"),
         ("tp_mode", "nothing: each matrix has one owner"),
@@ -149,6 +151,8 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
 
 def _check_muon_options(group: Mapping[str, Any]) -> None:
     check_flag("nesterov", group["nesterov"])
+    if group["weight_decay_mode"] not in DECAY_MODES:
+        raise ValueError(f"weight_decay_mode must be one of {DECAY_MODES}, got {group['weight_decay_mode']!r}")
     ns_dtype = group["ns_dtype"]
     if ns_dtype is not None and ns_dtype != MIXED and not isinstance(ns_dtype, torch.dtype):
         raise TypeError(f"ns_dtype must be a torch.dtype, {MIXED!r} or None, got {ns_dtype!r}")

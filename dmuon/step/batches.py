@@ -113,12 +113,17 @@ class Batch:
         self.scaled_shape = self.shape[::-1] if self.transposed else self.shape
         self.dtype, self.device = self.momenta[0].dtype, self.momenta[0].device
 
-    def gradients(self, start: int, end: int) -> list[Tensor]:
-        """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none."""
+    def gradients(self, start: int, end: int, decay: float = 0.0) -> list[Tensor]:
+        """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none.
+
+        Args:
+            decay: the gradients are those of the loss and of half as much times the weights' squared norm.
+        """
         grads = []
         for param in self.params[start:end]:
             grad = param.grad
-            grads.append(local_tensor(torch.zeros_like(param) if grad is None else grad))
+            grad = local_tensor(torch.zeros_like(param) if grad is None else grad)
+            grads.append(grad if not decay else grad.to(self.dtype) + decay * local_tensor(param).detach())
         return grads if self.region is None else self.split(grads)
 
     def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:

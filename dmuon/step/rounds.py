@@ -230,7 +230,7 @@ class ExchangedRound(Round):
                     kernel = partial(normalized_update, beta=group["momentum"], nesterov=group["nesterov"])
                     for start, end in runs:  # gradients are in momentum already
                         rows = of_bundle[start * batch.each : end * batch.each]
-                        of_run = (batch.gradients(start, end), batch.momentum(start, end), rows)
+                        of_run = (batch.gradients(start, end, group["l2"]), batch.momentum(start, end), rows)
                         found.append(kernel(*of_run, storage=numerics.storage, eps=group["eps"]))
                 if runs is not batch.whole:
                     shape = batch.momentum(0, len(batch.params)).shape

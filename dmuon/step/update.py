@@ -102,7 +102,8 @@ def fold(
     found = []
     for start, end in runs:
         momentum = batch.momentum(start, end)
-        found.append(kernel(batch.gradients(start, end), momentum, beta=group["momentum"], nesterov=group["nesterov"]))
+        grads = batch.gradients(start, end, group["l2"])
+        found.append(kernel(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"]))
         if batch.stacked is None:
             batch.put_momentum(start, end, momentum)
     return found
@@ -159,13 +160,15 @@ def apply(
         matrices = weights if batch.region is None else batch.split(weights)
         if scale is None:
             scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
-        apply_update_(
-            matrices,
-            update,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            scale=scale,
-        )
+        lr, decay, factor = group["lr"], group["weight_decay"], scale
+        if group["weight_decay_mode"] != "decoupled":
+            if group["weight_decay_mode"] == "independent":
+                lr, factor = 1.0, lr * scale
+            else:
+                if group["weight_decay_mode"] == "cautious":
+                    _decay_where_update_does(matrices, update, lr * decay)
+                decay = 0.0
+        apply_update_(matrices, update, lr=lr, weight_decay=decay, scale=factor)
         if batch.region is not None:
             batch.put(weights, matrices)
         if record is not None:
@@ -173,6 +176,13 @@ def apply(
             parts = [part for stack in stacks for part in stack.unbind(0)]
             labels = batch.labels[start * batch.each : end * batch.each]
             record.note(labels, batch.shape, group["lr"] * scale, parts, matrices)
+
+
+def _decay_where_update_does(weights: Sequence[Tensor], update: Tensor | Sequence[Tensor], decay: float) -> None:
+    """Multiply by ``1 - decay`` what the update does not take away from zero, as "Cautious Weight Decay" does."""
+    stacks = [update] if isinstance(update, Tensor) else update
+    for weight, part in zip(weights, (part for stack in stacks for part in stack.unbind(0)), strict=True):
+        weight.sub_(weight * (weight.sign() * part.sign() >= 0), alpha=decay)
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,77 @@
+"""Members of Muon's family on the matrices of one process, written from their papers in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from harness.oracle import Twin
+from harness.toy import DECAY, LR
+
+CLASSIC = (3.4445, -4.775, 2.0315)
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """Keller Jordan's five steps, in the dtype of ``x``."""
+    wide = x if len(x) <= x.shape[1] else x.T
+    norm = wide.norm()
+    wide = wide / norm if norm else wide
+    a, b, c = CLASSIC
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+    return wide if len(x) <= x.shape[1] else wide.T
+
+
+class Paper(Twin):
+    """Each matrix is ``(out, in)``, whatever lies where; options are called as those of ``dmuon.Muon``."""
+
+    def __init__(self, lr: float = LR, decay: float = DECAY, **options: Any) -> None:
+        super().__init__([], lr, decay)
+        self.lr, self.decay, self.family = lr, decay, options
+        self.moments: dict[int, dict[str, Tensor]] = {}
+
+    def add(self, value: Tensor, cut: Callable[[Tensor], list[Tensor]] | None = None) -> None:
+        super().add(value, cut)
+        self.optimizers.pop()
+        self.params[-1] = [nn.Parameter(param.detach().double()) for param in self.params[-1]]
+        for param in self.params[-1]:
+            zeros = torch.zeros_like(param)
+            self.moments[id(param)] = {"momentum": zeros, "rows": zeros.new_zeros(len(param), 1)}
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Tensor | None]) -> int:
+        count = 0
+        for params, cut, grad in zip(self.params, self.cuts, grads, strict=True):
+            for param, of_matrix in zip(params, cut(grad), strict=True) if grad is not None else ():
+                self.update(param, of_matrix.double(), self.moments[id(param)])
+                count += 1
+        return count
+
+    def update(self, weight: Tensor, grad: Tensor, moments: dict[str, Tensor]) -> None:
+        """One step of one matrix."""
+        how = self.family.get("weight_decay_mode", "decoupled")
+        if how == "l2":
+            grad = grad + self.decay * weight
+        momentum = moments["momentum"]
+        momentum.copy_(0.95 * momentum + 0.05 * grad)
+        update = self.orthogonal(0.05 * grad + 0.95 * momentum, moments)
+        decay = {"decoupled": self.lr * self.decay, "independent": self.decay, "l2": 0.0, "cautious": 0.0}[how]
+        kept = torch.full_like(weight, 1 - decay)
+        if how == "cautious":  # x ← x - η (u + λ 1[u x >= 0] x)
+            kept = 1 - self.lr * self.decay * (update * weight >= 0).double()
+        weight.copy_(kept * weight - self.lr * self.rate(weight) * update)
+
+    def orthogonal(self, x: Tensor, moments: dict[str, Tensor]) -> Tensor:
+        return newton_schulz(x)
+
+    def rate(self, weight: Tensor) -> float:
+        """Of the shape."""
+        return 0.2 * max(weight.shape) ** 0.5
+
+    def momentum(self, index: int) -> Tensor:
+        return self.joined(index, [self.moments[id(param)]["momentum"] for param in self.params[index]])

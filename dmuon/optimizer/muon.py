@@ -76,7 +76,11 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: dtype of Newton-Schulz; ``None``: fp16 on CUDA, fp32 on the CPU. ``"mixed"``, on the CPU: the first
             two steps in fp32, the others in bf16.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
-            ``torch.optim.Muon``), ``"spectral"``, or ``f((m, n)) -> float``.
+            ``torch.optim.Muon``), ``"spectral"``, a number ``r``, which stands for ``r · √max(m, n)`` and so for the
+            root mean square of an update, or ``f((m, n)) -> float``.
+        lr_multipliers: factors on the learning rate, of Muon's and of AdamW's parameters, by patterns of names as in
+            ``fnmatch``; the first that fits counts. What has a factor goes into groups of its own, which have it as
+            ``lr_multiplier``: schedulers change ``lr``, and it stays. Groups that you make say it themselves.
         adamw_lr: ``None`` means ``lr``.
         adamw_betas, adamw_eps: of AdamW.
         adamw_weight_decay: ``None`` means ``weight_decay``; tensors of fewer than two dimensions are not decayed.
@@ -109,7 +113,8 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         eps: float = 0.0,
         ns_dtype: Storage | None = None,
-        adjust_lr_fn: str | Callable[[Any], float] | None = "match_rms_adamw",
+        adjust_lr_fn: str | float | Callable[[Any], float] | None = "match_rms_adamw",
+        lr_multipliers: Mapping[str, float] | None = None,
         adamw_lr: float | Tensor | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -142,12 +147,14 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "ns_dtype": ns_dtype,
             "adjust_lr_fn": adjust_lr_fn,
+            "lr_multiplier": 1.0,
         }
         adamw: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             "betas": adamw_betas,
             "eps": adamw_eps,
+            "lr_multiplier": 1.0,
         }
         copies = replicated_by_ddp(params)
         self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward)
@@ -156,7 +163,8 @@ class Muon(torch.optim.Optimizer):
         self._built = False  # torch adds the first groups one by one
         # Schedulers look here for what they may cycle.
         super().__init__(
-            groups_from(params, select, exclude), {name: defaults[name] for name in ("lr", "weight_decay", "momentum")}
+            groups_from(params, select, exclude, lr_multipliers, self._origin.names),
+            {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
         )
         self._built = True
         self._find_device()
@@ -454,7 +462,7 @@ class Muon(torch.optim.Optimizer):
             if group["use_muon"]:
                 # Once for each group: reading a tensor's number waits for the accelerator.
                 l2 = group["weight_decay"] if group["weight_decay_mode"] == "l2" else 0.0
-                group = {**group, "lr": float(group["lr"]), "l2": l2}
+                group = {**group, "lr": group["lr_multiplier"] * float(group["lr"]), "l2": l2}
             options.append(group)
         with self._timer.phase("publish"):
             for param in self._batched if self._dedicated else ():

@@ -18,14 +18,15 @@ from dmuon.step.rounds import Round
 
 MUON_OPTIONS = (
     "lr", "weight_decay", "weight_decay_mode", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype",
-    "adjust_lr_fn",
+    "adjust_lr_fn", "lr_multiplier",
 )  # fmt: skip
-ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
+ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier")
 DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
 MOST_NS_STEPS = 20
 
 _OF_THE_CONSTRUCTOR = (
     "adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay", "select", "overlap_backward", "distributed_config",
+    "lr_multipliers",
 )  # fmt: skip
 _UNSUPPORTED = ("maximize", "amsgrad", "differentiable")  # of torch's optimizers: True would change the update
 _ELSEWHERE = {  # keys that groups of other libraries have, which would be ignored here, and what to write instead
@@ -38,7 +39,7 @@ _ELSEWHERE = {  # keys that groups of other libraries have, which would be ignor
         ("wd", "weight_decay=…"),
         ("num_ns_steps backend_steps", "ns_steps=…"),
         ("coefficient_type ns_schedule", "ns_coefficients=…"),
-        ("adjust_lr scale_mode extra_scale_factor rms_scale", "adjust_lr_fn=…, a name or a function of the shape"),
+        ("adjust_lr scale_mode extra_scale_factor rms_scale", "adjust_lr_fn=…, a name, a number or a function"),
         ("fp32_matmul_prec", "ns_dtype=…"),
         ("algorithm", "use_muon=True (Muon) or use_muon=False (AdamW)"),
         ("flatten", "MatrixSpec(flattened=True), which a function select=… returns"),
@@ -130,7 +131,7 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
-    numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps", "lr_multiplier")}
     below_one: dict[str, Any] = {}
     if group["use_muon"]:
         below_one["momentum"] = group["momentum"]

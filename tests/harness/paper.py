@@ -34,14 +34,16 @@ class Paper(Twin):
         super().__init__([], lr, decay)
         self.lr, self.decay, self.family = lr, decay, options
         self.moments: dict[int, dict[str, Tensor]] = {}
+        self.multipliers: dict[int, float] = {}  # of the learning rate, by id
 
-    def add(self, value: Tensor, cut: Callable[[Tensor], list[Tensor]] | None = None) -> None:
+    def add(self, value: Tensor, cut: Callable[[Tensor], list[Tensor]] | None = None, multiplier: float = 1.0) -> None:
         super().add(value, cut)
         self.optimizers.pop()
         self.params[-1] = [nn.Parameter(param.detach().double()) for param in self.params[-1]]
         for param in self.params[-1]:
             zeros = torch.zeros_like(param)
             self.moments[id(param)] = {"momentum": zeros, "rows": zeros.new_zeros(len(param), 1)}
+            self.multipliers[id(param)] = multiplier
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None]) -> int:
@@ -60,18 +62,20 @@ class Paper(Twin):
         momentum = moments["momentum"]
         momentum.copy_(0.95 * momentum + 0.05 * grad)
         update = self.orthogonal(0.05 * grad + 0.95 * momentum, moments)
-        decay = {"decoupled": self.lr * self.decay, "independent": self.decay, "l2": 0.0, "cautious": 0.0}[how]
+        lr = self.lr * self.multipliers[id(weight)]
+        decay = {"decoupled": lr * self.decay, "independent": self.decay, "l2": 0.0, "cautious": 0.0}[how]
         kept = torch.full_like(weight, 1 - decay)
         if how == "cautious":  # x ← x - η (u + λ 1[u x >= 0] x)
-            kept = 1 - self.lr * self.decay * (update * weight >= 0).double()
-        weight.copy_(kept * weight - self.lr * self.rate(weight) * update)
+            kept = 1 - lr * self.decay * (update * weight >= 0).double()
+        weight.copy_(kept * weight - lr * self.rate(weight) * update)
 
     def orthogonal(self, x: Tensor, moments: dict[str, Tensor]) -> Tensor:
         return newton_schulz(x)
 
     def rate(self, weight: Tensor) -> float:
         """Of the shape."""
-        return 0.2 * max(weight.shape) ** 0.5
+        rms: float = self.family.get("adjust_lr_fn", 0.2)
+        return rms * max(weight.shape) ** 0.5
 
     def momentum(self, index: int) -> Tensor:
         return self.joined(index, [self.moments[id(param)]["momentum"] for param in self.params[index]])

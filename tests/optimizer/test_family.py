@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -29,12 +30,13 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "independent": {"weight_decay_mode": "independent"},
     "l2": {"weight_decay_mode": "l2"},
     "cautious": {"weight_decay_mode": "cautious"},
+    "rms": {"adjust_lr_fn": 0.3},
 }
 EVERY = pytest.mark.parametrize("member", MEMBERS)
 
 
 def paper(member: str, lr: float = LR) -> Paper:
-    return Paper(lr, DECAY, **MEMBERS[member])
+    return Paper(lr, DECAY, **MEMBERS.get(member, {}))
 
 
 @EVERY
@@ -85,27 +87,28 @@ def test_models_as_users_lay_them_out(ranks: RankPool, layout: str, member: str)
     ranks(LAYOUTS[layout].world, laid_out, layout, member)
 
 
-def laid_out(rank: int, world: int, layout: str, member: str) -> None:
+def laid_out(rank: int, world: int, layout: str, member: str, multipliers: dict[str, float] | None = None) -> None:
     laid = lay(layout, build())
-    optimizer = laid.optimizer(**MEMBERS[member])
+    optimizer = laid.optimizer(**MEMBERS.get(member, {}), lr_multipliers=multipliers)
     for step in range(STEPS):
         optimizer.zero_grad()
         laid.backward(step)
         optimizer.step()
-    assert_equal_weights(full_state(laid.network), trained(build(), member))
+    assert_equal_weights(full_state(laid.network), trained(build(), member, multipliers or {}))
 
 
-def trained(model: nn.Module, member: str) -> dict[str, Tensor]:
+def trained(model: nn.Module, member: str, multipliers: dict[str, float]) -> dict[str, Tensor]:
     """In one process: matrices as the paper says, the rest by ``torch.optim.AdamW``."""
     twin, named = paper(member), dict(model.named_parameters())
     matrices = [param for name, param in named.items() if is_matrix(name)]
-    for param in matrices:
-        twin.add(param.detach())
-    rest = [param for name, param in named.items() if not is_matrix(name)]
-    groups = [
-        {"params": [param for param in rest if param.ndim > 1], "weight_decay": DECAY},
-        {"params": [param for param in rest if param.ndim < 2], "weight_decay": 0.0},
-    ]
+    factors = {name: next((f for p, f in multipliers.items() if fnmatch(name, p)), 1.0) for name in named}
+    groups = []
+    for name, param in named.items():
+        if is_matrix(name):
+            twin.add(param.detach(), multiplier=factors[name])
+        else:
+            decay = DECAY if param.ndim > 1 else 0.0
+            groups.append({"params": [param], "weight_decay": decay, "lr": LR * factors[name]})
     adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     for step in range(STEPS):
         model.zero_grad()
@@ -116,3 +119,56 @@ def trained(model: nn.Module, member: str) -> dict[str, Tensor]:
             for param, value in zip(matrices, twin.weights(), strict=True):
                 param.copy_(value)
     return {name: param.detach().clone() for name, param in named.items()}
+
+
+# -- learning rates ------------------------------------------------------------------------------------------------
+
+MULTIPLIERS = {"*.up.weight": 0.5, "blocks.0.*": 2.0, "embed.*": 3.0, "*.bias": 0.25}
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-2", "1d", "ddp"])
+def test_learning_rates_are_multiplied_by_patterns_of_names(ranks: RankPool, layout: str) -> None:
+    ranks(2, laid_out, layout, "none", MULTIPLIERS)
+
+
+def test_multipliers_stay_where_schedulers_and_checkpoints_change_rates() -> None:
+    optimizer = dmuon.Muon(build(), **OPTIONS, lr_multipliers=MULTIPLIERS)
+    found = {group["lr_multiplier"] for group in optimizer.param_groups}
+    assert found == {1.0, 0.5, 2.0, 3.0, 0.25}
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1)
+    optimizer.step()
+    scheduler.step()
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1 * LR}
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["lr_multiplier"] *= 3
+    optimizer.load_state_dict(saved)
+    assert {group["lr_multiplier"] for group in optimizer.param_groups} == {3 * factor for factor in found}
+    with pytest.raises(
+        ValueError, match=r"the saved optimizer has \d+ groups, this one 3; build it with the same groups"
+    ):
+        dmuon.Muon(build(), **OPTIONS).load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("params", "multipliers", "says"),
+    [
+        (lambda model: model, {"blocks.*": 2.0, "blocks.0.*": 3.0}, "'blocks.0.*' is the first to fit no parameter's"),
+        (lambda model: model, {"*": -1.0}, "lr_multiplier must be finite and >= 0"),
+        (lambda model: model, 2.0, "lr_multipliers must map patterns of names to factors, got float"),
+        (dmuon.param_groups, {"*": 2.0}, "write lr_multiplier=… into your groups"),
+        (lambda model: list(model.blocks.parameters()), {"*.up.*": 2.0}, "fit no parameter's name"),
+    ],
+)
+def test_multipliers_that_mean_nothing_are_refused(params: Any, multipliers: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says.replace("*", "[*]")):
+        dmuon.Muon(params(build()), lr_multipliers=multipliers)
+
+
+def test_tensors_that_come_with_names_are_multiplied() -> None:
+    model = build()
+    named = [(name, param) for name, param in model.named_parameters() if is_matrix(name)]
+    optimizer = dmuon.Muon(named, lr_multipliers={"*.up.*": 2.0})
+    assert {name: g["lr_multiplier"] for g in optimizer.param_groups for name in g["param_names"]} == {
+        name: 1.0 + name.endswith("up.weight") for name, _ in named
+    }

@@ -30,7 +30,7 @@ from dmuon.optimizer.groups import (
     routed_groups,
 )
 from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products
-from dmuon.optimizer.options import Description, check_edited, check_scales, describe
+from dmuon.optimizer.options import Description, check_edited, check_functions, check_scales, describe
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
@@ -43,7 +43,7 @@ from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
-from dmuon.step.update import Done, StepRecord
+from dmuon.step.update import Done, Orthogonalize, StepRecord
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -75,6 +75,9 @@ class Muon(torch.optim.Optimizer):
         eps: lower clamp of the norm that scales a matrix before Newton-Schulz; 0 is exact.
         ns_dtype: dtype of Newton-Schulz; ``None``: fp16 on CUDA, fp32 on the CPU. ``"mixed"``, on the CPU: the first
             two steps in fp32, the others in bf16.
+        orthogonalize: a function of your own in place of Newton-Schulz. It gets whole matrices on their owner, stored
+            as they are, ``(k, m, n)`` in the dtype of the momentum, each divided by its Frobenius norm, and returns a
+            tensor like that. It is tried on random matrices before the first step. ``ns_…`` mean nothing then.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
             ``torch.optim.Muon``), ``"spectral"``, a number ``r``, which stands for ``r · √max(m, n)`` and so for the
             root mean square of an update, or ``f((m, n)) -> float``.
@@ -113,6 +116,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         eps: float = 0.0,
         ns_dtype: Storage | None = None,
+        orthogonalize: Orthogonalize | None = None,
         adjust_lr_fn: str | float | Callable[[Any], float] | None = "match_rms_adamw",
         lr_multipliers: Mapping[str, float] | None = None,
         adamw_lr: float | Tensor | None = None,
@@ -146,6 +150,7 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "eps": eps,
             "ns_dtype": ns_dtype,
+            "orthogonalize": orthogonalize,
             "adjust_lr_fn": adjust_lr_fn,
             "lr_multiplier": 1.0,
         }
@@ -194,6 +199,8 @@ class Muon(torch.optim.Optimizer):
         self._asked: MatrixRecord | None = None
         self._checked: list[Description] = []  # options of each group, which were found to be in order
         self._scaled = False  # a user's function says how much of an update is taken
+        self._tries = False  # a user's function orthogonalizes
+        self._proven: set[Any] = set()  # such functions, and shapes
         self._steps = 0
         self._qk_clip = None
 
@@ -411,6 +418,7 @@ class Muon(torch.optim.Optimizer):
             check_edited(self.param_groups)
             self._checked = described
             self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
+            self._tries = any(group.get("orthogonalize") is not None for group in self.param_groups)
         self._momentum.check(self.state)
         adamw_updates = []
         for group in self.param_groups:
@@ -432,6 +440,8 @@ class Muon(torch.optim.Optimizer):
             try:
                 if self._scaled and not changed:  # rounds know groups by their numbers
                     check_scales(self.param_groups, self._rounds)
+                if self._tries and not changed:
+                    check_functions(self.param_groups, self._rounds, self._proven)
             except Exception as error:
                 fault = fault or error
             for residency in self._residencies:  # those that vote on it come last

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from dmuon.kernels import MIXED, check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.platform.options import check_flag, is_integer
+from dmuon.step.batches import SharedBatch
 from dmuon.step.rounds import Round
+from dmuon.step.update import orthogonalized_by
 
 MUON_OPTIONS = (
     "lr", "weight_decay", "weight_decay_mode", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype",
-    "adjust_lr_fn", "lr_multiplier",
+    "orthogonalize", "adjust_lr_fn", "lr_multiplier",
 )  # fmt: skip
 ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier")
 DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
@@ -162,6 +164,8 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
             storage_dtype(torch.float32, torch.device(kind), ns_dtype)
         except (TypeError, ValueError) as fault:
             raise type(fault)(f"ns_{fault}") from None
+    if not (group["orthogonalize"] is None or callable(group["orthogonalize"])):
+        raise TypeError(f"orthogonalize must be a function or None, got {group['orthogonalize']!r}")
     if is_integer(group["ns_steps"]) and group["ns_steps"] > MOST_NS_STEPS:
         raise ValueError(
             f"ns_steps must be at most {MOST_NS_STEPS}, got {group['ns_steps']}: five steps orthogonalize, and each "
@@ -217,6 +221,28 @@ def _number(value: numbers.Real) -> float:
         return float(value)
     except OverflowError:  # an integer beyond all floats
         return math.inf
+
+
+def check_functions(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round], proven: set[Any]) -> None:
+    """Try a user's ``orthogonalize`` on a matrix of every shape that this rank owns, before any weight changes.
+
+    In a step, a function that fails on one rank would leave others waiting.
+
+    Args:
+        proven: what was tried before; changed.
+
+    Raises:
+        Exception: whatever it raises, or of what it returns.
+    """
+    for round_ in rounds:
+        function = groups[round_.index]["orthogonalize"]
+        for batch in round_.batches if function is not None and round_.knows_shapes else ():
+            key = (function, batch.shape, batch.dtype, batch.device)
+            if key not in proven and (not isinstance(batch, SharedBatch) or batch.is_owned):
+                generator = torch.Generator(batch.device).manual_seed(0)
+                x = torch.randn((1, *batch.shape), generator=generator, dtype=batch.dtype, device=batch.device)
+                orthogonalized_by(function, x.div_(x.norm()))
+                proven.add(key)
 
 
 def check_scales(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round]) -> None:

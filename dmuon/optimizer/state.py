@@ -361,8 +361,9 @@ def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
 
 
 def savable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group for a state dict, without a function, which files cannot hold: who loads it keeps its own."""
-    return {name: value for name, value in group.items() if name != "adjust_lr_fn" or not callable(value)}
+    """A group for a state dict, without functions, which files cannot hold: who loads it keeps its own."""
+    functions = ("adjust_lr_fn", "orthogonalize")
+    return {name: value for name, value in group.items() if name not in functions or not callable(value)}
 
 
 def adamw_state(

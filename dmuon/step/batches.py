@@ -184,6 +184,11 @@ class SharedBatch(Batch):
     domain: Domain
     parcel: Parcel
 
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank orthogonalizes them."""
+        return self.parcel.owner == self.domain.position
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:

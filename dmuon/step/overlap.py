@@ -17,7 +17,7 @@ from dmuon.step.batches import Batch
 from dmuon.step.rounds import AloneRound
 from dmuon.step.update import Done, fold, numerics_of, orthogonalize
 
-_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
+_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize")
 
 
 @dataclass(slots=True)

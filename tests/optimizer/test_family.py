@@ -26,11 +26,20 @@ import dmuon
 from dmuon import create_dtensor_config
 
 STEPS = 3
+
+
+def polar(x: Tensor) -> Tensor:
+    """The exact orthogonal factor; of small singular values nothing, of which rounding would make anything."""
+    left, values, right = torch.linalg.svd(x, full_matrices=False)
+    return left * (values > 1e-3 * values[:, :1]).to(x)[:, None] @ right
+
+
 MEMBERS: dict[str, dict[str, Any]] = {
     "independent": {"weight_decay_mode": "independent"},
     "l2": {"weight_decay_mode": "l2"},
     "cautious": {"weight_decay_mode": "cautious"},
     "rms": {"adjust_lr_fn": 0.3},
+    "function": {"orthogonalize": polar},
 }
 EVERY = pytest.mark.parametrize("member", MEMBERS)
 
@@ -172,3 +181,72 @@ def test_tensors_that_come_with_names_are_multiplied() -> None:
     assert {name: g["lr_multiplier"] for g in optimizer.param_groups for name in g["param_names"]} == {
         name: 1.0 + name.endswith("up.weight") for name, _ in named
     }
+
+
+# -- a function of one's own -----------------------------------------------------------------------------------------
+
+
+def of_another_shape(x: Tensor) -> Tensor:
+    return x.mT if x.shape[1] != x.shape[2] else x
+
+
+def in_half(x: Tensor) -> Tensor:
+    return x.bfloat16()
+
+
+def nothing(x: Tensor) -> None:
+    return None
+
+
+def failing(x: Tensor) -> Tensor:
+    raise ArithmeticError("no convergence")
+
+
+WRONG = [
+    (of_another_shape, ValueError, r"orthogonalize=of_another_shape returned a torch.float32 tensor of shape \(1, "),
+    (in_half, ValueError, "orthogonalize=in_half returned a torch.bfloat16 tensor"),
+    (nothing, TypeError, "orthogonalize=nothing returned NoneType; return a torch.float32 tensor of shape"),
+    (failing, ArithmeticError, "no convergence"),
+]
+
+
+@pytest.mark.parametrize(("function", "kind", "says"), WRONG)
+@pytest.mark.parametrize("layout", ["1d-1", "fsdp2-2", "1d"])
+def test_a_function_that_returns_something_else_changes_nothing(
+    ranks: RankPool, layout: str, function: Any, kind: type[Exception], says: str
+) -> None:
+    ranks(LAYOUTS[layout].world, refuses, layout, function, kind, says)
+
+
+def refuses(rank: int, world: int, layout: str, function: Any, kind: type[Exception], says: str) -> None:
+    """On all ranks that share matrices: those that own none of a shape hear of it."""
+    laid = lay(layout, build())
+    optimizer = laid.optimizer(orthogonalize=function)
+    laid.backward(0)
+    before = full_state(laid.network)
+    with pytest.raises((kind, RuntimeError), match=f"{says}|cannot take this step"):
+        optimizer.step()
+    assert_equal_weights(full_state(laid.network), before, 0.0)
+
+
+@on_ranks(2)
+def test_ranks_with_other_functions_are_told(rank: int, world: int) -> None:
+    laid = lay("fsdp2-2", build())
+    optimizer = laid.optimizer(orthogonalize=(polar, torch.clone)[rank])
+    laid.backward(0)
+    with pytest.raises(RuntimeError, match="orthogonalize of group 0"):
+        optimizer.step()
+
+
+def test_a_function_is_named_and_stays_with_the_optimizer() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS, orthogonalize=polar)
+    loss_of(model, *batch(0)).backward()
+    optimizer.step()
+    assert {*optimizer.last_step.variants.values()} == {"polar"}
+    saved = optimizer.state_dict()
+    assert "orthogonalize" not in saved["param_groups"][0]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["orthogonalize"] is polar
+    with pytest.raises(TypeError, match="orthogonalize must be a function or None, got 'svd'"):
+        dmuon.Muon(build(), orthogonalize="svd")

@@ -43,6 +43,7 @@ from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
+from dmuon.step.row_moments import RowMoments
 from dmuon.step.update import Done, Orthogonalize, StepRecord
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
@@ -78,6 +79,10 @@ class Muon(torch.optim.Optimizer):
         orthogonalize: a function of your own in place of Newton-Schulz. It gets whole matrices on their owner, stored
             as they are, ``(k, m, n)`` in the dtype of the momentum, each divided by its Frobenius norm, and returns a
             tensor like that. It is tried on random matrices before the first step. ``ns_…`` mean nothing then.
+        second_moment: ``"row"``: NorMuon (arXiv 2510.05491). Each output's row of the orthogonal factor is divided by
+            the root of the average of its mean square, and the whole is scaled to the norm of an orthogonal factor. The
+            average is state, ``row_second_moment``, one number for each output.
+        second_moment_beta: of that average.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
             ``torch.optim.Muon``), ``"spectral"``, a number ``r``, which stands for ``r · √max(m, n)`` and so for the
             root mean square of an update, or ``f((m, n)) -> float``.
@@ -117,6 +122,8 @@ class Muon(torch.optim.Optimizer):
         eps: float = 0.0,
         ns_dtype: Storage | None = None,
         orthogonalize: Orthogonalize | None = None,
+        second_moment: str | None = None,
+        second_moment_beta: float = 0.95,
         adjust_lr_fn: str | float | Callable[[Any], float] | None = "match_rms_adamw",
         lr_multipliers: Mapping[str, float] | None = None,
         adamw_lr: float | Tensor | None = None,
@@ -151,6 +158,8 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "ns_dtype": ns_dtype,
             "orthogonalize": orthogonalize,
+            "second_moment": second_moment,
+            "second_moment_beta": second_moment_beta,
             "adjust_lr_fn": adjust_lr_fn,
             "lr_multiplier": 1.0,
         }
@@ -191,6 +200,8 @@ class Muon(torch.optim.Optimizer):
         self._dedicated: list[Dedicated] = []  # those among them, and the exchange
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
+        self._row_moments: RowMoments | None = None
+        self._second_moments: list[str | None] = []  # of each group
         self._rounds: list[Round] = []
         self._prefetch = 1
         self._schedule = Schedule((), self._prefetch)
@@ -307,7 +318,10 @@ class Muon(torch.optim.Optimizer):
             self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         batches = [batch for round_ in rounds for batch in round_.batches]
         momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
-        self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
+        self._row_moments = self._with_row_moments(rounds)
+        of_rows = {} if self._row_moments is None else self._row_moments.local
+        self._momentum.lay_out(residencies, muon, self._names, momentum, of_rows, self.state)
+        self._second_moments = [group.get("second_moment") for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)
         self._specs = {id(p): spec_of(p) for p in muon}
@@ -330,6 +344,27 @@ class Muon(torch.optim.Optimizer):
         self._averagers.forget()
         tell_layout(why, rounds, self._prefetch)
         tell_products(self.param_groups, residencies, rounds)
+
+    def _with_row_moments(self, rounds: Sequence[Round]) -> RowMoments | None:
+        """Second moments of rows for the groups that have them; None where none has.
+
+        Raises:
+            ValueError: a group has them whose matrices are not all dmuon's to lay out.
+        """
+        having = {i for i, group in enumerate(self.param_groups) if group.get("second_moment") is not None}
+        if not having:
+            return None
+        rounds = [round_ for round_ in rounds if round_.index in having]
+        for round_ in rounds:
+            if not round_.scales_rows:
+                raise ValueError(
+                    f"second_moment of group {round_.index}: only your gather_fn and redistribute_fn know where the "
+                    "rows of its matrices lie; leave second_moment out, or the functions"
+                )
+        batches = [batch for round_ in rounds for batch in round_.batches]
+        held = frozenset[int]().union(*(batch.ids for batch in batches))
+        params = [p for i in sorted(having) for p in self.param_groups[i]["params"]]
+        return RowMoments([p for p in params if p.requires_grad or id(p) in held], batches)
 
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""
@@ -416,6 +451,9 @@ class Muon(torch.optim.Optimizer):
         described = [*map(describe, self.param_groups)]
         if described != self._checked:
             check_edited(self.param_groups)
+            moments = [group.get("second_moment") for group in self.param_groups]
+            if moments != self._second_moments and self._is_as_laid_out():
+                raise ValueError("second_moment was edited, of which there is state: build the optimizer with it")
             self._checked = described
             self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
             self._tries = any(group.get("orthogonalize") is not None for group in self.param_groups)
@@ -481,7 +519,8 @@ class Muon(torch.optim.Optimizer):
             for dedicated in self._dedicated:
                 dedicated.begin_update(outdated)
         asked, self._asked = self._asked, None
-        step = Step(options, present, self._timer, None if asked is None else StepRecord(), self._done)
+        record = None if asked is None else StepRecord()
+        step = Step(options, present, self._timer, record, self._done, self._row_moments)
         for round_ in self._schedule.drive(step):
             if round_ is None:  # the last update is on its way
                 with self._timer.phase("adamw"):

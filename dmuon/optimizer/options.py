@@ -20,7 +20,7 @@ from dmuon.step.update import orthogonalized_by
 
 MUON_OPTIONS = (
     "lr", "weight_decay", "weight_decay_mode", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype",
-    "orthogonalize", "adjust_lr_fn", "lr_multiplier",
+    "orthogonalize", "second_moment", "second_moment_beta", "adjust_lr_fn", "lr_multiplier",
 )  # fmt: skip
 ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier")
 DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
@@ -48,7 +48,7 @@ _ELSEWHERE = {  # keys that groups of other libraries have, which would be ignor
         ("num_heads split_sizes split_fn split_qkv qkv_split_shapes", "MatrixSpec, which a function select=… returns"),
         ("cautious_wd weight_decay_method", "weight_decay_mode=…, such as 'cautious'"),
         ("fraction rank_fraction rank_multiple_of ef_decay", "nothing: all of a matrix is orthogonalized"),
-        ("muon_beta2", "nothing: Muon has no second moments"),
+        ("muon_beta2", "second_moment='row' and second_moment_beta=…"),
         ("tp_mode", "nothing: each matrix has one owner"),
         ("backend use_triton use_syrk use_gram_newton_schulz ns_use_kernels", "nothing: the plan chooses kernels"),
     )
@@ -136,7 +136,7 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
     numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps", "lr_multiplier")}
     below_one: dict[str, Any] = {}
     if group["use_muon"]:
-        below_one["momentum"] = group["momentum"]
+        below_one |= {name: group[name] for name in ("momentum", "second_moment_beta")}
         _check_muon_options(group)
     else:
         betas = group["betas"]
@@ -164,6 +164,8 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
             storage_dtype(torch.float32, torch.device(kind), ns_dtype)
         except (TypeError, ValueError) as fault:
             raise type(fault)(f"ns_{fault}") from None
+    if group["second_moment"] not in (None, "row"):
+        raise ValueError(f"second_moment must be 'row' (NorMuon) or None, got {group['second_moment']!r}")
     if not (group["orthogonalize"] is None or callable(group["orthogonalize"])):
         raise TypeError(f"orthogonalize must be a function or None, got {group['orthogonalize']!r}")
     if is_integer(group["ns_steps"]) and group["ns_steps"] > MOST_NS_STEPS:

@@ -71,7 +71,14 @@ class Paper(Twin):
 
     def orthogonal(self, x: Tensor, moments: dict[str, Tensor]) -> Tensor:
         by_user = self.family.get("orthogonalize")
-        return newton_schulz(x) if by_user is None else by_user(x[None])[0]
+        found = newton_schulz(x) if by_user is None else by_user(x[None])[0]
+        if self.family.get("second_moment") == "row":
+            rows, beta = moments["rows"], self.family.get("second_moment_beta", 0.95)
+            rows.copy_(beta * rows + (1 - beta) * found.square().mean(1, keepdim=True))
+            found = found / (rows.sqrt() + 1e-8)
+            # η̂ = 0.2 η √(mn) / ‖Ô‖, of which `rate` is 0.2 √max(m, n)
+            found = found * min(found.shape) ** 0.5 / found.norm() if found.any() else found
+        return found
 
     def rate(self, weight: Tensor) -> float:
         """Of the shape."""

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from harness import checkpoints
 from harness.assertions import assert_equal_weights
-from harness.dtensors import placements_of
+from harness.dtensors import functions_of_whole_tensors, placements_of
 from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
 from harness.hand_laid import SPLITS, Weights
 from harness.network import full_state, is_matrix, loss_of
-from harness.on_ranks import on_ranks
+from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.paper import Paper
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import DECAY, LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import dmuon
 from dmuon import create_dtensor_config
@@ -40,6 +42,7 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "cautious": {"weight_decay_mode": "cautious"},
     "rms": {"adjust_lr_fn": 0.3},
     "function": {"orthogonalize": polar},
+    "normuon": {"second_moment": "row", "second_moment_beta": 0.9},
 }
 EVERY = pytest.mark.parametrize("member", MEMBERS)
 
@@ -103,10 +106,12 @@ def laid_out(rank: int, world: int, layout: str, member: str, multipliers: dict[
         optimizer.zero_grad()
         laid.backward(step)
         optimizer.step()
-    assert_equal_weights(full_state(laid.network), trained(build(), member, multipliers or {}))
+    weights = full_state(laid.network)
+    assert_equal_weights(weights, trained(build(), member, multipliers or {}))
+    assert_same_over_ranks(weights)
 
 
-def trained(model: nn.Module, member: str, multipliers: dict[str, float]) -> dict[str, Tensor]:
+def trained(model: nn.Module, member: str, multipliers: dict[str, float], steps: int = STEPS) -> dict[str, Tensor]:
     """In one process: matrices as the paper says, the rest by ``torch.optim.AdamW``."""
     twin, named = paper(member), dict(model.named_parameters())
     matrices = [param for name, param in named.items() if is_matrix(name)]
@@ -119,7 +124,7 @@ def trained(model: nn.Module, member: str, multipliers: dict[str, float]) -> dic
             decay = DECAY if param.ndim > 1 else 0.0
             groups.append({"params": [param], "weight_decay": decay, "lr": LR * factors[name]})
     adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
-    for step in range(STEPS):
+    for step in range(steps):
         model.zero_grad()
         loss_of(model, *batch(step)).backward()
         twin.step([param.grad for param in matrices])
@@ -128,6 +133,47 @@ def trained(model: nn.Module, member: str, multipliers: dict[str, float]) -> dic
             for param, value in zip(matrices, twin.weights(), strict=True):
                 param.copy_(value)
     return {name: param.detach().clone() for name, param in named.items()}
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+TOPOLOGIES = [
+    ("fsdp2-2", "fsdp2-3"), ("fsdp2-2", "single"), ("fsdp2-2", "1d"), ("1d", "1d-3"), ("1d", "fsdp2-tp"),
+    ("tp-fsdp", "fsdp2-3"), ("fsdp2-tp", "tp"), ("experts on 3", "rows on 2"), ("rows on 2", "experts alone"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("member", ["normuon"])
+@pytest.mark.parametrize(("source", "target"), TOPOLOGIES)
+def test_state_goes_on_anywhere(ranks: RankPool, tmp_path: Path, source: str, target: str, member: str) -> None:
+    path = str(tmp_path)
+    ranks(checkpoints.world_of(source), saves, path, source, member)
+    ranks(checkpoints.world_of(target), resumes, path, target, member)
+
+
+def saves(rank: int, world: int, path: str, name: str, member: str) -> None:
+    run = checkpoints.start(name, member=MEMBERS[member])
+    run.train(range(checkpoints.SAVED))
+    checkpoints.save(run, path)
+
+
+def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
+    run = checkpoints.start(name, seed=50, member=MEMBERS[member])
+    run.train(range(1))
+    checkpoints.load(run, path)
+    run.train(range(checkpoints.SAVED, checkpoints.TOTAL))
+    found = full_state(run.model)
+    if name in checkpoints.PLACEMENTS:
+        twin = paper(member)
+        for value in checkpoints.Experts.noise(99):
+            twin.add(1.0 + value)
+        for step in range(checkpoints.TOTAL):
+            twin.step(checkpoints.Experts.noise(step))
+        shapes = checkpoints.Experts.SHAPES
+        expected = {f"weights.{i}": t.reshape(shapes[i]) for i, t in enumerate(twin.weights())}
+    else:
+        expected = trained(build(), member, {}, checkpoints.TOTAL)
+    assert_equal_weights(found, expected)
 
 
 # -- learning rates ------------------------------------------------------------------------------------------------
@@ -250,3 +296,59 @@ def test_a_function_is_named_and_stays_with_the_optimizer() -> None:
     assert optimizer.param_groups[0]["orthogonalize"] is polar
     with pytest.raises(TypeError, match="orthogonalize must be a function or None, got 'svd'"):
         dmuon.Muon(build(), orthogonalize="svd")
+
+
+# -- second moments of rows ------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_one_number_for_each_output_is_state(rank: int, world: int) -> None:
+    model = build()
+    laid = lay("fsdp2-2", model)
+    optimizer = laid.optimizer(**MEMBERS["normuon"])
+    laid.backward(0)
+    optimizer.step()
+    for name, param in laid.network.named_parameters():
+        if is_matrix(name):
+            found = optimizer.state[param]["row_second_moment"]
+            assert found.shape == (len(param), 1) and found.placements == param.placements and found.full_tensor().all()
+    saved = optimizer.state_dict()
+    assert "row_second_moment" in saved["state"][0]
+    plain = laid.optimizer()
+    with pytest.raises(ValueError, match="group 0 has second_moment='row' in the saved optimizer, None in this one"):
+        plain.load_state_dict(saved)
+    optimizer.load_state_dict(plain.state_dict() | {"param_groups": saved["param_groups"]})
+    assert not optimizer.state[param]["row_second_moment"].any() if is_matrix(name) else True
+    optimizer.param_groups[0]["second_moment"] = None
+    with pytest.raises((RuntimeError, ValueError), match="second_moment was edited"):
+        optimizer.step()
+
+
+def test_second_moments_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"second_moment must be 'row' \(NorMuon\) or None, got 'element'"):
+        dmuon.Muon(build(), second_moment="element")
+    with pytest.raises(ValueError, match=r"second_moment_beta must be in \[0, 1\), got 1.0"):
+        dmuon.Muon(build(), second_moment="row", second_moment_beta=1.0)
+
+
+@on_ranks(2)
+def test_rows_that_only_a_users_functions_know_are_refused(rank: int, world: int) -> None:
+    weights = Weights()
+    weights.shard(0, (6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
+    gather, redistribute = functions_of_whole_tensors()
+    config = dmuon.DistributedConfig(lambda params, _: {0: 0}, gather, redistribute, {})
+    with pytest.raises(ValueError, match="only your gather_fn and redistribute_fn know where the rows"):
+        weights.optimizer(config, second_moment="row")
+
+
+def test_a_matrix_without_a_gradient_keeps_its_rows() -> None:
+    params = [nn.Parameter(torch.eye(4, 3)), nn.Parameter(torch.eye(4, 3))]
+    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], second_moment="row")
+    for given in (params, params[1:]):
+        optimizer.zero_grad()
+        for param in given:
+            param.grad = torch.ones(4, 3) + torch.eye(4, 3)
+        before = optimizer.state[params[0]]["row_second_moment"].clone()
+        optimizer.step()
+    first, second = (optimizer.state[param]["row_second_moment"] for param in params)
+    assert torch.equal(first, before) and not torch.equal(second, before)

@@ -30,7 +30,7 @@ from dmuon.optimizer.groups import (
     routed_groups,
 )
 from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products
-from dmuon.optimizer.options import Description, check_edited, check_functions, check_scales, describe
+from dmuon.optimizer.options import STATE_OPTIONS, Description, check_edited, check_functions, check_scales, describe
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
@@ -71,6 +71,8 @@ class Muon(torch.optim.Optimizer):
             subtracted; ``"independent"``: ``W ← (1 - weight_decay) · W``, whatever ``lr`` is; ``"l2"``: ``weight_decay
             · W`` is added to the gradient before momentum.
         momentum, nesterov: as in ``torch.optim.Muon``.
+        momentum_dtype: ``torch.bfloat16`` keeps momentum in half the bytes. It is folded in fp32 and rounded to the
+            nearest. Loading a state dict converts momentum to it.
         ns_coefficients: ``"polar_express"``, ``"you"``, ``"classic"``, ``"squares"``, or one or several ``(a, b, c)``.
         ns_steps: Newton-Schulz steps; ``"squares"`` stands for five.
         eps: lower clamp of the norm that scales a matrix before Newton-Schulz; 0 is exact.
@@ -116,6 +118,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         weight_decay_mode: str = "decoupled",
         momentum: float = 0.95,
+        momentum_dtype: torch.dtype | None = None,
         nesterov: bool = True,
         ns_coefficients: str | tuple[Any, ...] = "polar_express",
         ns_steps: int = 5,
@@ -152,6 +155,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "weight_decay_mode": weight_decay_mode,
             "momentum": momentum,
+            "momentum_dtype": momentum_dtype,
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
             "ns_steps": ns_steps,
@@ -201,7 +205,7 @@ class Muon(torch.optim.Optimizer):
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
         self._row_moments: RowMoments | None = None
-        self._second_moments: list[str | None] = []  # of each group
+        self._formats: list[list[object]] = []  # of the state, of each group
         self._rounds: list[Round] = []
         self._prefetch = 1
         self._schedule = Schedule((), self._prefetch)
@@ -313,15 +317,16 @@ class Muon(torch.optim.Optimizer):
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
         self._prefetch = 1 if self._exchange is None else self._exchange.prefetch
-        rounds = lay_out([group["params"] for group in self.param_groups], residencies)
+        rounds = lay_out(self.param_groups, residencies)
         if self._qk_clip is not None:
             self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         batches = [batch for round_ in rounds for batch in round_.batches]
         momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
         self._row_moments = self._with_row_moments(rounds)
         of_rows = {} if self._row_moments is None else self._row_moments.local
-        self._momentum.lay_out(residencies, muon, self._names, momentum, of_rows, self.state)
-        self._second_moments = [group.get("second_moment") for group in self.param_groups]
+        dtypes = {id(p): group.get("momentum_dtype") for group in self.param_groups for p in group["params"]}
+        self._momentum.lay_out(residencies, muon, self._names, momentum, of_rows, dtypes, self.state)
+        self._formats = [[group.get(name) for name in STATE_OPTIONS] for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)
         self._specs = {id(p): spec_of(p) for p in muon}
@@ -451,9 +456,12 @@ class Muon(torch.optim.Optimizer):
         described = [*map(describe, self.param_groups)]
         if described != self._checked:
             check_edited(self.param_groups)
-            moments = [group.get("second_moment") for group in self.param_groups]
-            if moments != self._second_moments and self._is_as_laid_out():
-                raise ValueError("second_moment was edited, of which there is state: build the optimizer with it")
+            for index, (before, group) in enumerate(zip(self._formats, self.param_groups, strict=False)):
+                for name, value in zip(STATE_OPTIONS, before, strict=True):
+                    if group.get(name) != value and self._is_as_laid_out():
+                        raise ValueError(
+                            f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
+                        )
             self._checked = described
             self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
             self._tries = any(group.get("orthogonalize") is not None for group in self.param_groups)

@@ -19,10 +19,11 @@ from dmuon.step.rounds import Round
 from dmuon.step.update import orthogonalized_by
 
 MUON_OPTIONS = (
-    "lr", "weight_decay", "weight_decay_mode", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype",
-    "orthogonalize", "second_moment", "second_moment_beta", "adjust_lr_fn", "lr_multiplier",
+    "lr", "weight_decay", "weight_decay_mode", "momentum", "momentum_dtype", "nesterov", "ns_coefficients", "ns_steps",
+    "eps", "ns_dtype", "orthogonalize", "second_moment", "second_moment_beta", "adjust_lr_fn", "lr_multiplier",
 )  # fmt: skip
 ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier")
+STATE_OPTIONS = ("second_moment", "momentum_dtype")  # which say what state there is
 DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
 MOST_NS_STEPS = 20
 
@@ -164,6 +165,11 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
             storage_dtype(torch.float32, torch.device(kind), ns_dtype)
         except (TypeError, ValueError) as fault:
             raise type(fault)(f"ns_{fault}") from None
+    if group["momentum_dtype"] not in (None, torch.bfloat16):
+        raise ValueError(
+            f"momentum_dtype must be torch.bfloat16 or None (fp32, or wider where parameters are), got "
+            f"{group['momentum_dtype']!r}"
+        )
     if group["second_moment"] not in (None, "row"):
         raise ValueError(f"second_moment must be 'row' (NorMuon) or None, got {group['second_moment']!r}")
     if not (group["orthogonalize"] is None or callable(group["orthogonalize"])):

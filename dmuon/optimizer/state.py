@@ -39,8 +39,8 @@ class _Row:
         key: in the state.
         like: has its shape and layout: the parameter, or what is shown of such a moment.
         name: of the parameter, quoted.
-        local: this rank's part in fp32 (or wider), shaped as the local tensor. Without elements if it has none. On the
-            meta device as long as a frozen parameter has none.
+        local: this rank's part, shaped as the local tensor. Without elements if it has none. On the meta device as long
+            as a frozen parameter has none.
     """
 
     param: Tensor
@@ -146,6 +146,7 @@ class Momentum:
         names: Mapping[int, str],
         stacked: Mapping[int, Tensor],
         of_rows: Mapping[int, Tensor],
+        dtypes: Mapping[int, torch.dtype | None],
         state: _State,
     ) -> None:
         """Move what ``state`` has into new stacks. Collective where the layout of a parameter changed.
@@ -155,6 +156,7 @@ class Momentum:
             names: by ``id`` of the parameter.
             stacked: by ``id``, this rank's momentum, for all parameters of which it has any.
             of_rows: by ``id``, this rank's second moment of rows, for all parameters that have one.
+            dtypes: by ``id``, of the momentum; None is fp32 or wider.
         """
         residency_of = {id(param): residency for residency in residencies for param in residency.params}
         rows: list[_Row] = []
@@ -163,9 +165,8 @@ class Momentum:
             local = stacked.get(id(param))
             if local is None:
                 local = local_tensor(param)
-                local = local.new_empty(
-                    local.shape, dtype=torch.promote_types(param.dtype, torch.float32), device="meta"
-                )
+                dtype = dtypes[id(param)] or torch.promote_types(param.dtype, torch.float32)
+                local = local.new_empty(local.shape, dtype=dtype, device="meta")
             name, residency = repr(names[id(param)]), residency_of[id(param)]
             of_param = [_Row(param, name, residency, local, MOMENTUM, param)]
             if id(param) in of_rows:
@@ -382,8 +383,12 @@ def _state_fault(state: Mapping[str, Any]) -> str | None:
 
 
 def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved group; what it lacks, such as options that torch's own optimizers do not know, is as it was."""
-    return {**{name: value for name, value in group.items() if name != "params"}, **saved}
+    """A saved group; what it lacks, such as options that torch's own optimizers do not know, is as it was.
+
+    So is the dtype of momentum, to which what was saved is converted.
+    """
+    kept = {name: group[name] for name in ("momentum_dtype",) if name in group}
+    return {**{name: value for name, value in group.items() if name != "params"}, **saved, **kept}
 
 
 def savable(group: Mapping[str, Any]) -> dict[str, Any]:

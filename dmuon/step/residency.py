@@ -211,17 +211,21 @@ def layouts_and_gradients(params: Iterable[Tensor]) -> tuple[list[tuple[Any, ...
     return layouts, present
 
 
-def lay_out(groups: Sequence[Sequence[Tensor]], residencies: Iterable[Residency]) -> list[Round]:
+def lay_out(groups: Sequence[Mapping[str, Any]], residencies: Iterable[Residency]) -> list[Round]:
     """The rounds of a step, whose batches have momentum of zeros.
 
     Args:
-        groups: the parameters of each group of the optimizer.
+        groups: of the optimizer.
     """
     rounds: list[Round] = []
     for residency in residencies:
         tasks = residency.tasks()
-        members = [set(map(id, params)) for params in groups]
-        rounds += residency.rounds([make_batches(task for task in tasks if id(task.param) in ids) for ids in members])
+        batches = []
+        for group in groups:
+            ids = {*map(id, group["params"])}
+            of_group = (task for task in tasks if id(task.param) in ids)
+            batches.append(make_batches(of_group, dtype=group.get("momentum_dtype")))
+        rounds += residency.rounds(batches)
     return rounds
 
 

@@ -113,7 +113,7 @@ def fold(
         momentum = batch.momentum(start, end)
         grads = batch.gradients(start, end, group["l2"])
         found.append(kernel(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"]))
-        if batch.stacked is None:
+        if batch.is_copied:
             batch.put_momentum(start, end, momentum)
     return found
 

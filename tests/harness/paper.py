@@ -59,9 +59,10 @@ class Paper(Twin):
         how = self.family.get("weight_decay_mode", "decoupled")
         if how == "l2":
             grad = grad + self.decay * weight
-        momentum = moments["momentum"]
-        momentum.copy_(0.95 * momentum + 0.05 * grad)
-        update = self.orthogonal(0.05 * grad + 0.95 * momentum, moments)
+        momentum, stored = moments["momentum"], self.family.get("momentum_dtype", torch.float64)
+        folded = 0.95 * momentum + 0.05 * grad
+        momentum.copy_(folded.float().to(stored) if stored is torch.bfloat16 else folded)
+        update = self.orthogonal(0.05 * grad + 0.95 * folded, moments)
         lr = self.lr * self.multipliers[id(weight)]
         decay = {"decoupled": lr * self.decay, "independent": self.decay, "l2": 0.0, "cautious": 0.0}[how]
         kept = torch.full_like(weight, 1 - decay)

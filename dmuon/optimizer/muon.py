@@ -363,8 +363,8 @@ class Muon(torch.optim.Optimizer):
         for round_ in rounds:
             if not round_.scales_rows:
                 raise ValueError(
-                    f"second_moment of group {round_.index}: only your gather_fn and redistribute_fn know where the "
-                    "rows of its matrices lie; leave second_moment out, or the functions"
+                    f"second_moment of group {round_.index}: in a {type(round_).__name__} dmuon does not know where "
+                    "the rows of matrices lie; leave second_moment out, or gather_fn and redistribute_fn of your own"
                 )
         batches = [batch for round_ in rounds for batch in round_.batches]
         held = frozenset[int]().union(*(batch.ids for batch in batches))

@@ -133,7 +133,7 @@ class RowMoments:
         squares |= {i: of_whole[:, every[i][2].at] for i, of_whole in sums.items()}
         factors, norms = dict[int, Tensor](), dict[int, Tensor]()
         for i, batch, rows in every:
-            factors[i] = torch.empty_like(squares[i])
+            factors[i] = torch.zeros_like(squares[i])
             for start, end in batch.runs(present):
                 some = slice(start * batch.each, end * batch.each)
                 factors[i][some] = _folded(group, batch, rows.moments, rows.index[some], squares[i][some])

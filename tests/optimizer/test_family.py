@@ -340,7 +340,7 @@ def test_rows_that_only_a_users_functions_know_are_refused(rank: int, world: int
     weights.shard(0, (6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
     gather, redistribute = functions_of_whole_tensors()
     config = dmuon.DistributedConfig(lambda params, _: {0: 0}, gather, redistribute, {})
-    with pytest.raises(ValueError, match="only your gather_fn and redistribute_fn know where the rows"):
+    with pytest.raises(ValueError, match="in a UserRound dmuon does not know where the rows"):
         weights.optimizer(config, second_moment="row")
 
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,7 +18,9 @@ from .newton_schulz import CoefficientsArg, run
 from .normalization import check_eps, divide, divide_by
 from .variant import Variant, choose_variant
 
-AdjustLr: TypeAlias = "Literal['original', 'match_rms_adamw', 'spectral'] | Callable[[Sequence[int]], float] | None"
+AdjustLr: TypeAlias = (
+    "Literal['original', 'match_rms_adamw', 'spectral'] | float | Callable[[Sequence[int]], float] | None"
+)
 
 _MOMENTUM_DTYPES = (torch.float32, torch.float64)
 
@@ -26,10 +29,11 @@ def update_scale(adjust_lr_fn: AdjustLr, shape: Sequence[int]) -> float:
     """The factor on the learning rate for a matrix of ``shape`` ``(m, n)``, as Newton–Schulz saw it.
 
     ``"original"`` (also None) is ``√max(1, m/n)`` and ``"match_rms_adamw"`` ``0.2 √max(m, n)``, as in
-    ``torch.optim.Muon``; ``"spectral"`` is ``√(m/n)``; a callable gets ``shape`` and returns the factor.
+    ``torch.optim.Muon``; ``"spectral"`` is ``√(m/n)``; a number ``r`` is ``r √max(m, n)``, which gives the update of
+    an orthogonal factor that root mean square; a callable gets ``shape`` and returns the factor.
 
     Raises:
-        ValueError: unknown name, not two positive dimensions, or a negative or non-finite factor.
+        ValueError: unknown name, not two positive dimensions, or a number or factor that is negative or not finite.
     """
     if len(shape) != 2 or min(shape) < 1:
         raise ValueError(f"shape must be two positive dimensions (m, n), got {tuple(shape)}; flatten the tensor first")
@@ -45,8 +49,12 @@ def update_scale(adjust_lr_fn: AdjustLr, shape: Sequence[int]) -> float:
         return 0.2 * math.sqrt(max(m, n))
     if adjust_lr_fn == "spectral":
         return math.sqrt(m / n)
+    is_number = isinstance(adjust_lr_fn, (float, int, Real)) and not isinstance(adjust_lr_fn, bool)
+    if is_number and 0 <= adjust_lr_fn < math.inf:
+        return float(adjust_lr_fn) * math.sqrt(max(m, n))
     raise ValueError(
-        f"adjust_lr_fn={adjust_lr_fn!r} is unknown; use 'original', 'match_rms_adamw', 'spectral' or a function"
+        f"adjust_lr_fn={adjust_lr_fn!r} is unknown; use 'original', 'match_rms_adamw', 'spectral', a number (the root "
+        "mean square of an update) or a function"
     )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.context import Comm
 from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import BufferState, GradState
-from dmuon.dedicated.matrix import OwnedMatrix, Part, resting, whole_parameter
+from dmuon.dedicated.matrix import OwnedMatrix, Part, of_rows, resting, whole_parameter
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
@@ -34,7 +34,7 @@ from dmuon.model.blocks import canonical_fqn, unwrapped
 from dmuon.model.routing import Route
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
-from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing, memberships
+from dmuon.step.residency import MOMENTUM, ROW_MOMENT, Options, Residency, Sharing, memberships
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
 
 _GONE = nn.Parameter(torch.empty(0))
@@ -285,13 +285,14 @@ class Dedicated(Residency):
         self.params = list(params)
         self._replicated: list[tuple[Tensor, str]] = []  # in groups of the optimizer, with their names
         self._runtime = runtime
+        self._of_rows: dict[int, OwnedMatrix] = {}  # by id of what is shown of the second moments of rows
         runtime.members.add(self)
 
     def tasks(self) -> list[Task]:
         """What this rank orthogonalizes of the model, or has tensor-parallel parts of, in forward order."""
         comm, tasks = self._runtime.comm, []
         for position, matrix in enumerate(self._runtime.matrices()):
-            offset = 0  # in the master, if that is flat
+            offset = row_offset = 0  # in the master, if that is flat, and in what has one number for each output
             before: list[Parcel] = []
             for parts in _alike(matrix):
                 m, n = parts[0].shape
@@ -304,8 +305,10 @@ class Dedicated(Residency):
                 region = None
                 if matrix.is_split:
                     stack = (len(parts), *parts[0].local_shape)
-                    region = Region(stack, (0, len(parts)), 1, ((0, stack[1]),) if stack[1] else (), offset)
+                    runs = ((0, stack[1]),) if stack[1] else ()
+                    region = Region(stack, (0, len(parts)), 1, runs, offset, row_offset)
                     offset += prod(stack)
+                    row_offset += stack[0] * stack[2 if parts[0].transposed else 1]
                 size, variants = self._runtime.plan.chunks[sides], self._runtime.plan.variants.get(sides, {})
                 numbers = tuple(part.number for part in parts)
                 transposed = parts[0].transposed
@@ -433,16 +436,25 @@ class Dedicated(Residency):
     # -- momentum --------------------------------------------------------------------------------------------------
 
     def shown(self, param: Tensor, local: Tensor) -> Tensor:
+        if id(param) in self._of_rows:
+            return param
         matrix = self._runtime.matrix_of(param)
         return matrix.like_rest(local, f"{matrix.fqn}.{MOMENTUM}")
 
-    def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
+    def shown_rows(self, param: Tensor, local: Tensor) -> Tensor:
         matrix = self._runtime.matrix_of(param)
+        thin = of_rows(matrix, local, f"{matrix.fqn}.{ROW_MOMENT}")
+        self._of_rows[id(thin.rest)] = thin
+        return thin.rest
+
+    def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
+        matrix = self._of_rows.get(id(param)) or self._runtime.matrix_of(param)
         with self._runtime.comm.monitor.watch("state_dict() of the optimizer"):  # which saves nothing after a fault
-            return state_of(local_tensor(momentum), matrix, f"{matrix.fqn}.{MOMENTUM}")
+            name = matrix.fqn if id(param) in self._of_rows else f"{matrix.fqn}.{MOMENTUM}"
+            return state_of(local_tensor(momentum), matrix, name)
 
     def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
-        matrix = self._runtime.matrix_of(param)
+        matrix = self._of_rows.get(id(param)) or self._runtime.matrix_of(param)
         if type(momentum) is Tensor and momentum.shape != param.shape:
             return momentum  # what the master holds
         if type(momentum) is OwnedTensor and not lies_as(momentum, matrix.rest):  # shown of another matrix

@@ -20,7 +20,7 @@ them the modules hold (``Block``) and whether the slot has memory (``OwnedBuffer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -38,6 +38,7 @@ from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Position, position_in
 from dmuon.model.matrix_spec import is_one_matrix, remember_spec, spec_of
 from dmuon.platform.torch_private import accumulation_hooks, contiguous_strides, local_tensor, move_hooks
+from dmuon.step.residency import placed_with_one_input
 
 Sites = tuple[tuple[nn.Module, str], ...]
 
@@ -266,6 +267,31 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
     move_hooks(param, rest)
     remember_spec(rest, spec_of(param))
     return matrix
+
+
+def of_rows(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
+    """What says of ``local``, one number for each output that this rank owns, what ``matrix`` says of its master."""
+    spec = spec_of(matrix.rest)
+    shape, local_shape = (torch.Size(spec.with_one_input(of)) for of in (matrix.shape, matrix.local_shape))
+    stack = stack_shape(local_shape, spec)
+    parts = []
+    for part in matrix.parts:
+        (m, n), (rows, columns) = ((1, b) if spec.transposed else (a, 1) for a, b in (part.shape, part.local_shape))
+        runs = part.region.runs if part.region.dim == spec.dim else ((0, 1),)
+        region = replace(part.region, stack=stack, runs=runs)
+        parts.append(replace(part, shape=(m, n), local_shape=(rows, columns), region=region, parcel=None))
+    numbers = {part.number for part in matrix.mine}
+    placements, tensor = list(matrix.rest.placements), matrix.tensor
+    if tensor is not None:
+        placements[-1:] = placed_with_one_input(matrix.shape, shape, placements[-1:])
+        tensor = TensorSharding(tensor.mesh, placements[-1])
+    rest = owned_tensor(
+        local, matrix.rest.device_mesh, shape, fqn=fqn, owners=matrix.rest.owners, placements=placements
+    )
+    remember_spec(rest, spec)
+    full = nn.Parameter(local.new_empty(local_shape, device="meta"), requires_grad=False)
+    mine = tuple(part for part in parts if part.number in numbers)
+    return OwnedMatrix(fqn, shape, tuple(parts), mine, rest, full, local, (), tensor)
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -272,6 +272,7 @@ class Region:
         dim: of the stack, 1 or 2: along which ``runs`` go.
         runs: local indices.
         offset: in a flat local tensor, where the stack begins.
+        row_offset: where it does in what has one number for each output.
     """
 
     stack: tuple[int, int, int]
@@ -279,6 +280,7 @@ class Region:
     dim: int
     runs: Runs
     offset: int = 0
+    row_offset: int = 0
 
     @property
     def count(self) -> int:

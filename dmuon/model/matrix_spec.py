@@ -106,6 +106,14 @@ class MatrixSpec:
         """The output dimension of ``(e, m, n)``, along which parts lie."""
         return 2 if self.transposed else 1
 
+    def with_one_input(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """``shape`` of such a tensor, or of a part of it, if each output had one element."""
+        last = len(shape) - 1
+        kept = {0} if self.flattened else {0, last - 1, last} - {last - 1 if self.transposed else last}
+        if last == 1 and self.transposed:
+            kept = {1}
+        return tuple(size if dim in kept else 1 for dim, size in enumerate(shape))
+
     def runs(self, length: int) -> list[tuple[Run, ...]]:
         """The outputs that each matrix has of ``length`` ones, as runs that do not touch; in the order of the parts."""
         pattern = self.parts or (length,)

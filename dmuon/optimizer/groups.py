@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from fnmatch import fnmatchcase
 from types import EllipsisType
 from typing import Any
 
@@ -154,10 +155,16 @@ def groups_from(
     params: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]],
     select: Select | None,
     exclude: Exclude | None,
+    lr_multipliers: Mapping[str, float] | None,
+    names: Mapping[int, str],
 ) -> list[dict[str, Any]]:
-    """What the user passed to ``Muon``, as groups that each have a ``use_muon`` flag."""
+    """What the user passed to ``Muon``, as groups that each have a ``use_muon`` flag.
+
+    Args:
+        names: of parameters, by ``id``, as far as they are known.
+    """
     if isinstance(params, nn.Module):
-        return param_groups(params, select, exclude)
+        return _multiplied(param_groups(params, select, exclude), lr_multipliers, names)
     for name, option in (("select", select), ("exclude", exclude)):
         if option is not None:
             raise ValueError(f"{name} needs the model: call Muon(model, {name}=…), or set use_muon in each group")
@@ -169,6 +176,8 @@ def groups_from(
     if not items:
         raise ValueError("params is empty: Muon got no parameters")
     if all(isinstance(item, Mapping) for item in items):
+        if lr_multipliers is not None:
+            raise ValueError("lr_multipliers is for a model or its tensors; write lr_multiplier=… into your groups")
         groups = [dict(item) for item in items if isinstance(item, Mapping)]
         for index, group in enumerate(groups):
             if not isinstance(group.get("use_muon"), bool):
@@ -181,7 +190,35 @@ def groups_from(
         return groups
     if any(isinstance(item, Mapping) for item in items):
         raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")
-    return _by_dimension(*_named_apart(items))
+    return _multiplied(_by_dimension(*_named_apart(items)), lr_multipliers, names)
+
+
+def _multiplied(
+    groups: list[dict[str, Any]], lr_multipliers: Mapping[str, float] | None, names: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """``groups``, of each of which the parameters that have one factor are a group with that ``lr_multiplier``."""
+    if lr_multipliers is None:
+        return groups
+    if not isinstance(lr_multipliers, Mapping):
+        raise TypeError(f"lr_multipliers must map patterns of names to factors, got {type(lr_multipliers).__name__}")
+    known, result, met = names_in(groups, names), list[dict[str, Any]](), set[str]()
+    for group in groups:
+        members: dict[float, list[int]] = {}
+        for i, param in enumerate(group["params"]):
+            pattern = next((p for p in lr_multipliers if fnmatchcase(known[id(param)], p)), None)
+            members.setdefault(1.0 if pattern is None else lr_multipliers[pattern], []).append(i)
+            met |= set() if pattern is None else {pattern}
+        for factor, some in members.items():
+            part = {**group, "lr_multiplier": factor}
+            part |= {key: [group[key][i] for i in some] for key in ("params", "param_names") if key in group}
+            result.append(part)
+    for pattern in lr_multipliers:
+        if pattern not in met:
+            raise ValueError(
+                f"lr_multipliers: {pattern!r} is the first to fit no parameter's name; names are those of "
+                "model.named_parameters(), without wrappers, or those that come with tensors"
+            )
+    return result
 
 
 def routed_groups(group: dict[str, Any]) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from dmuon.optimizer.groups import (
     routed_groups,
 )
 from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products
-from dmuon.optimizer.options import Description, check_edited, check_scales, describe
+from dmuon.optimizer.options import STATE_OPTIONS, Description, check_edited, check_functions, check_scales, describe
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
@@ -46,7 +46,8 @@ from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
-from dmuon.step.update import Done, StepRecord
+from dmuon.step.row_moments import RowMoments
+from dmuon.step.update import Done, Orthogonalize, StepRecord
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -67,24 +68,41 @@ class Muon(torch.optim.Optimizer):
             Muon, fewer to AdamW), ``dmuon.owned_parameters(model)``, or groups with ``use_muon`` flags, in which a
             tensor of three dimensions is a stack of matrices, such as grouped experts ``(e, m, n)``.
         lr: learning rate of Muon.
-        weight_decay: decoupled, multiplied by the base ``lr``.
+        weight_decay: how strongly Muon's matrices decay.
+        weight_decay_mode: ``"decoupled"``: ``W ← (1 - lr · weight_decay) · W`` before the update, by the base ``lr``;
+            ``"cautious"`` (arXiv 2510.12402): the same, of elements that have the sign of the update, which is
+            subtracted; ``"independent"``: ``W ← (1 - weight_decay) · W``, whatever ``lr`` is; ``"l2"``: ``weight_decay
+            · W`` is added to the gradient before momentum.
         momentum, nesterov: as in ``torch.optim.Muon``.
+        momentum_dtype: ``torch.bfloat16`` keeps momentum in half the bytes. It is folded in fp32 and rounded to the
+            nearest. Loading a state dict converts momentum to it.
         ns_coefficients: ``"polar_express"``, ``"you"``, ``"classic"``, ``"squares"``, or one or several ``(a, b, c)``.
             ``None``: as ``dedicate_params`` was told, else ``"polar_express"``.
         ns_steps: Newton-Schulz steps; ``"squares"`` stands for five. ``None``: as ``dedicate_params`` was told, else 5.
         eps: lower clamp of the norm that scales a matrix before Newton-Schulz; 0 is exact.
         ns_dtype: dtype of Newton-Schulz; ``None``: as ``dedicate_params`` was told, else fp16 on CUDA, fp32 on the CPU.
             ``"mixed"``, on the CPU: the first two steps in fp32, the others in bf16.
+        orthogonalize: a function of your own in place of Newton-Schulz. It gets whole matrices on their owner, stored
+            as they are, ``(k, m, n)`` in the dtype of the momentum, each divided by its Frobenius norm, and returns a
+            tensor like that. It is tried on random matrices before the first step. ``ns_…`` mean nothing then.
+        second_moment: ``"row"``: NorMuon (arXiv 2510.05491). Each output's row of the orthogonal factor is divided by
+            the root of the average of its mean square, and the whole is scaled to the norm of an orthogonal factor. The
+            average is state, ``row_second_moment``, one number for each output.
+        second_moment_beta: of that average.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
-            ``torch.optim.Muon``), ``"spectral"``, or ``f((m, n)) -> float``.
+            ``torch.optim.Muon``), ``"spectral"``, a number ``r``, which stands for ``r · √max(m, n)`` and so for the
+            root mean square of an update, or ``f((m, n)) -> float``.
+        lr_multipliers: factors on the learning rate, of Muon's and of AdamW's parameters, by patterns of names as in
+            ``fnmatch``; the first that fits counts. What has a factor goes into groups of its own, which have it as
+            ``lr_multiplier``: schedulers change ``lr``, and it stays. Groups that you make say it themselves.
         adamw_lr: ``None`` means ``lr``.
         adamw_betas, adamw_eps: of AdamW.
         adamw_weight_decay: ``None`` means ``weight_decay``; tensors of fewer than two dimensions are not decayed.
         select, exclude: as in ``dedicate_params``; only with a module that was not dedicated.
         overlap_backward: orthogonalize what dmuon owns as soon as its gradients have been reduced, while backward goes
             on, on a stream of its own. Whatever changes a gradient before ``step()`` (clipping, another backward) makes
-            the step do it again. Matrices that are exchanged wait for ``step()``. Costs one update per matrix of
-            memory.
+            the step do it again. Matrices that are exchanged, and those with L2 decay, wait for ``step()``. Costs one
+            update per matrix of memory.
         distributed_config: who orthogonalizes matrices that dmuon does not own, and how they get there. ``None``: for
             DTensors :func:`dmuon.create_dtensor_config`, for what a ``DistributedDataParallel`` module replicates its
             process group; other tensors are whole on this rank. If given, all ranks of its groups build the optimizer,
@@ -107,13 +125,19 @@ class Muon(torch.optim.Optimizer):
         lr: float | Tensor = 1e-3,
         *,
         weight_decay: float = 0.1,
+        weight_decay_mode: str = "decoupled",
         momentum: float = 0.95,
+        momentum_dtype: torch.dtype | None = None,
         nesterov: bool = True,
         ns_coefficients: str | tuple[Any, ...] | None = None,
         ns_steps: int | None = None,
         eps: float = 0.0,
         ns_dtype: Storage | None = None,
-        adjust_lr_fn: str | Callable[[Any], float] | None = "match_rms_adamw",
+        orthogonalize: Orthogonalize | None = None,
+        second_moment: str | None = None,
+        second_moment_beta: float = 0.95,
+        adjust_lr_fn: str | float | Callable[[Any], float] | None = "match_rms_adamw",
+        lr_multipliers: Mapping[str, float] | None = None,
         adamw_lr: float | Tensor | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -139,19 +163,26 @@ class Muon(torch.optim.Optimizer):
         defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
+            "weight_decay_mode": weight_decay_mode,
             "momentum": momentum,
+            "momentum_dtype": momentum_dtype,
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
             "ns_steps": ns_steps,
             "eps": eps,
             "ns_dtype": ns_dtype,
+            "orthogonalize": orthogonalize,
+            "second_moment": second_moment,
+            "second_moment_beta": second_moment_beta,
             "adjust_lr_fn": adjust_lr_fn,
+            "lr_multiplier": 1.0,
         }
         adamw: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             "betas": adamw_betas,
             "eps": adamw_eps,
+            "lr_multiplier": 1.0,
         }
         copies = replicated_by_ddp(params)
         check_strategy(strategy)
@@ -161,7 +192,8 @@ class Muon(torch.optim.Optimizer):
         self._built = False  # torch adds the first groups one by one
         # Schedulers look here for what they may cycle.
         super().__init__(
-            groups_from(params, select, exclude), {name: defaults[name] for name in ("lr", "weight_decay", "momentum")}
+            groups_from(params, select, exclude, lr_multipliers, self._origin.names),
+            {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
         )
         self._built = True
         self._find_device()
@@ -184,6 +216,8 @@ class Muon(torch.optim.Optimizer):
         self._dedicated: list[Dedicated] = []  # those among them, and the exchange
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
+        self._row_moments: RowMoments | None = None
+        self._formats: list[list[object]] = []  # of the state, of each group
         self._rounds: list[Round] = []
         self._prefetch = 1
         self._schedule = Schedule((), self._prefetch)
@@ -192,6 +226,8 @@ class Muon(torch.optim.Optimizer):
         self._asked: MatrixRecord | None = None
         self._checked: list[Description] = []  # options of each group, which were found to be in order
         self._scaled = False  # a user's function says how much of an update is taken
+        self._tries = False  # a user's function orthogonalizes
+        self._proven: set[Any] = set()  # such functions, and shapes
         self._steps = 0
         self._qk_clip = None
 
@@ -300,12 +336,16 @@ class Muon(torch.optim.Optimizer):
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
         self._prefetch = 1 if self._exchange is None else self._exchange.prefetch
-        rounds = lay_out([group["params"] for group in self.param_groups], residencies)
+        rounds = lay_out(self.param_groups, residencies)
         if self._qk_clip is not None:
             self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         batches = [batch for round_ in rounds for batch in round_.batches]
         momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
-        self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
+        self._row_moments = self._with_row_moments(rounds)
+        of_rows = {} if self._row_moments is None else self._row_moments.local
+        dtypes = {id(p): group.get("momentum_dtype") for group in self.param_groups for p in group["params"]}
+        self._momentum.lay_out(residencies, muon, self._names, momentum, of_rows, dtypes, self.state)
+        self._formats = [[group.get(name) for name in STATE_OPTIONS] for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)
         self._specs = {id(p): spec_of(p) for p in muon}
@@ -328,6 +368,27 @@ class Muon(torch.optim.Optimizer):
         self._averagers.forget()
         tell_layout(why, rounds, self._prefetch)
         tell_products(self.param_groups, residencies, rounds)
+
+    def _with_row_moments(self, rounds: Sequence[Round]) -> RowMoments | None:
+        """Second moments of rows for the groups that have them; None where none has.
+
+        Raises:
+            ValueError: a group has them whose matrices are not all dmuon's to lay out.
+        """
+        having = {i for i, group in enumerate(self.param_groups) if group.get("second_moment") is not None}
+        if not having:
+            return None
+        rounds = [round_ for round_ in rounds if round_.index in having]
+        for round_ in rounds:
+            if not round_.scales_rows:
+                raise ValueError(
+                    f"second_moment of group {round_.index}: in a {type(round_).__name__} dmuon does not know where "
+                    "the rows of matrices lie; leave second_moment out, or gather_fn and redistribute_fn of your own"
+                )
+        batches = [batch for round_ in rounds for batch in round_.batches]
+        held = frozenset[int]().union(*(batch.ids for batch in batches))
+        params = [p for i in sorted(having) for p in self.param_groups[i]["params"]]
+        return RowMoments([p for p in params if p.requires_grad or id(p) in held], batches)
 
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""
@@ -422,8 +483,15 @@ class Muon(torch.optim.Optimizer):
                     "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the "
                     "new one, and load the state dict of this one into it"
                 )
+            for index, (before, group) in enumerate(zip(self._formats, self.param_groups, strict=False)):
+                for name, value in zip(STATE_OPTIONS, before, strict=True):
+                    if group.get(name) != value and self._is_as_laid_out():
+                        raise ValueError(
+                            f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
+                        )
             self._checked = described
             self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
+            self._tries = any(group.get("orthogonalize") is not None for group in self.param_groups)
         self._momentum.check(self.state)
         adamw_updates = []
         for group in self.param_groups:
@@ -445,6 +513,8 @@ class Muon(torch.optim.Optimizer):
             try:
                 if self._scaled and not changed:  # rounds know groups by their numbers
                     check_scales(self.param_groups, self._rounds)
+                if self._tries and not changed:
+                    check_functions(self.param_groups, self._rounds, self._proven)
             except Exception as error:
                 fault = fault or error
             for residency in self._residencies:  # those that vote on it come last
@@ -472,8 +542,11 @@ class Muon(torch.optim.Optimizer):
         options: list[dict[str, Any]] = []
         outdated: list[Tensor] = []
         for group in self.param_groups:
-            # Once for each group: reading a tensor's number waits for the accelerator.
-            options.append({**group, "lr": float(group["lr"])} if group["use_muon"] else group)
+            if group["use_muon"]:
+                # Once for each group: reading a tensor's number waits for the accelerator.
+                l2 = group["weight_decay"] if group["weight_decay_mode"] == "l2" else 0.0
+                group = {**group, "lr": group["lr_multiplier"] * float(group["lr"]), "l2": l2}
+            options.append(group)
         with self._timer.phase("publish"):
             for param in self._batched if self._dedicated else ():
                 if id(param) in changing:
@@ -481,7 +554,8 @@ class Muon(torch.optim.Optimizer):
             for dedicated in self._dedicated:
                 dedicated.begin_update(outdated)
         asked, self._asked = self._asked, None
-        step = Step(options, present, self._timer, None if asked is None else StepRecord(), self._done)
+        record = None if asked is None else StepRecord()
+        step = Step(options, present, self._timer, record, self._done, self._row_moments)
         for round_ in self._schedule.drive(step):
             if round_ is None:  # the last update is on its way
                 with self._timer.phase("adamw"):

@@ -15,16 +15,22 @@ from torch import Tensor
 from dmuon.kernels import MIXED, check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.optimizer.strategies import STRATEGY, check_strategy
 from dmuon.platform.options import check_flag, is_integer
+from dmuon.step.batches import SharedBatch
 from dmuon.step.rounds import Round
+from dmuon.step.update import orthogonalized_by
 
 MUON_OPTIONS = (
-    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
+    "lr", "weight_decay", "weight_decay_mode", "momentum", "momentum_dtype", "nesterov", "ns_coefficients", "ns_steps",
+    "eps", "ns_dtype", "orthogonalize", "second_moment", "second_moment_beta", "adjust_lr_fn", "lr_multiplier",
 )  # fmt: skip
-ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
+ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier")
+STATE_OPTIONS = ("second_moment", "momentum_dtype")  # which say what state there is
+DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
 MOST_NS_STEPS = 20
 
 _OF_THE_CONSTRUCTOR = (
     "adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay", "select", "overlap_backward", "distributed_config",
+    "lr_multipliers",
 )  # fmt: skip
 _UNSUPPORTED = ("maximize", "amsgrad", "differentiable")  # of torch's optimizers: True would change the update
 _ELSEWHERE = {  # keys that groups of other libraries have, which would be ignored here, and what to write instead
@@ -37,14 +43,14 @@ _ELSEWHERE = {  # keys that groups of other libraries have, which would be ignor
         ("wd", "weight_decay=…"),
         ("num_ns_steps backend_steps", "ns_steps=…"),
         ("coefficient_type ns_schedule", "ns_coefficients=…"),
-        ("adjust_lr scale_mode extra_scale_factor rms_scale", "adjust_lr_fn=…, a name or a function of the shape"),
+        ("adjust_lr scale_mode extra_scale_factor rms_scale", "adjust_lr_fn=…, a name, a number or a function"),
         ("fp32_matmul_prec", "ns_dtype=…"),
         ("algorithm", "use_muon=True (Muon) or use_muon=False (AdamW)"),
         ("flatten", "MatrixSpec(flattened=True), which a function select=… returns"),
         ("num_heads split_sizes split_fn split_qkv qkv_split_shapes", "MatrixSpec, which a function select=… returns"),
-        ("cautious_wd weight_decay_method", "nothing: weight decay is decoupled, and not cautious"),
+        ("cautious_wd weight_decay_method", "weight_decay_mode=…, such as 'cautious'"),
         ("fraction rank_fraction rank_multiple_of ef_decay", "nothing: all of a matrix is orthogonalized"),
-        ("muon_beta2", "nothing: Muon has no second moments"),
+        ("muon_beta2", "second_moment='row' and second_moment_beta=…"),
         ("tp_mode", "strategy='owner', 'replicated' or 'sharded'"),
         ("backend use_triton use_syrk use_gram_newton_schulz ns_use_kernels", "nothing: the plan chooses kernels"),
     )
@@ -131,10 +137,10 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
-    numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps", "lr_multiplier")}
     below_one: dict[str, Any] = {}
     if group["use_muon"]:
-        below_one["momentum"] = group["momentum"]
+        below_one |= {name: group[name] for name in ("momentum", "second_moment_beta")}
         _check_muon_options(group)
     else:
         betas = group["betas"]
@@ -153,6 +159,8 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
 def _check_muon_options(group: Mapping[str, Any]) -> None:
     check_flag("nesterov", group["nesterov"])
     check_strategy(group.get(STRATEGY, "owner"))
+    if group["weight_decay_mode"] not in DECAY_MODES:
+        raise ValueError(f"weight_decay_mode must be one of {DECAY_MODES}, got {group['weight_decay_mode']!r}")
     ns_dtype = group["ns_dtype"]
     if ns_dtype is not None and ns_dtype != MIXED and not isinstance(ns_dtype, torch.dtype):
         raise TypeError(f"ns_dtype must be a torch.dtype, {MIXED!r} or None, got {ns_dtype!r}")
@@ -161,6 +169,15 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
             storage_dtype(torch.float32, torch.device(kind), ns_dtype)
         except (TypeError, ValueError) as fault:
             raise type(fault)(f"ns_{fault}") from None
+    if group["momentum_dtype"] not in (None, torch.bfloat16):
+        raise ValueError(
+            f"momentum_dtype must be torch.bfloat16 or None (fp32, or wider where parameters are), got "
+            f"{group['momentum_dtype']!r}"
+        )
+    if group["second_moment"] not in (None, "row"):
+        raise ValueError(f"second_moment must be 'row' (NorMuon) or None, got {group['second_moment']!r}")
+    if not (group["orthogonalize"] is None or callable(group["orthogonalize"])):
+        raise TypeError(f"orthogonalize must be a function or None, got {group['orthogonalize']!r}")
     if is_integer(group["ns_steps"]) and group["ns_steps"] > MOST_NS_STEPS:
         raise ValueError(
             f"ns_steps must be at most {MOST_NS_STEPS}, got {group['ns_steps']}: five steps orthogonalize, and each "
@@ -216,6 +233,28 @@ def _number(value: numbers.Real) -> float:
         return float(value)
     except OverflowError:  # an integer beyond all floats
         return math.inf
+
+
+def check_functions(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round], proven: set[Any]) -> None:
+    """Try a user's ``orthogonalize`` on a matrix of every shape that this rank owns, before any weight changes.
+
+    In a step, a function that fails on one rank would leave others waiting.
+
+    Args:
+        proven: what was tried before; changed.
+
+    Raises:
+        Exception: whatever it raises, or of what it returns.
+    """
+    for round_ in rounds:
+        function = groups[round_.index]["orthogonalize"]
+        for batch in round_.batches if function is not None and round_.knows_shapes else ():
+            key = (function, batch.shape, batch.dtype, batch.device)
+            if key not in proven and (not isinstance(batch, SharedBatch) or batch.is_owned):
+                generator = torch.Generator(batch.device).manual_seed(0)
+                x = torch.randn((1, *batch.shape), generator=generator, dtype=batch.dtype, device=batch.device)
+                orthogonalized_by(function, x.div_(x.norm()))
+                proven.add(key)
 
 
 def check_scales(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round]) -> None:

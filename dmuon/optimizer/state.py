@@ -25,7 +25,7 @@ from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import MOMENTS, as_step, new_adamw_state
-from dmuon.step.residency import MOMENTUM, Residency, laid_out, misfit, needs_gather
+from dmuon.step.residency import MOMENTUM, ROW_MOMENT, Residency, laid_out, misfit, needs_gather
 
 _log = logger(__name__)
 
@@ -34,18 +34,27 @@ _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by para
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """The momentum of one parameter.
+    """The momentum of one parameter, or the second moment of its rows.
 
     Attributes:
+        key: in the state.
+        like: has its shape and layout: the parameter, or what is shown of such a moment.
         name: of the parameter, quoted.
-        local: this rank's part in fp32 (or wider), shaped as the local tensor. Without elements if it has none. On the
-            meta device as long as a frozen parameter has none.
+        local: this rank's part, shaped as the local tensor. Without elements if it has none. On the meta device as long
+            as a frozen parameter has none.
     """
 
     param: Tensor
     name: str
     residency: Residency
     local: Tensor
+    key: str
+    like: Tensor
+
+    @property
+    def what(self) -> str:
+        """Names it."""
+        return f"{'momentum' if self.key == MOMENTUM else self.key} of {self.name}"
 
     @property
     def is_trained(self) -> bool:
@@ -54,9 +63,9 @@ class _Row:
 
     def check(self, value: Any) -> None:
         """Raise ValueError if ``value`` cannot be the momentum; None is zeros."""
-        fault = None if value is None else misfit(self.param, self.local, value)
+        fault = None if value is None else misfit(self.like, self.local, value)
         if fault is not None:
-            raise ValueError(f"momentum of {self.name} {fault}")
+            raise ValueError(f"{self.what} {fault}")
 
     def make_room(self) -> None:
         if self.local.is_meta:
@@ -68,16 +77,18 @@ class _Item:
     """What a state dict has of one parameter: its momentum, or one of AdamW's moments.
 
     Attributes:
+        like: the parameter, or what has the shape and layout of the value.
         what: names it.
     """
 
     param: Tensor
+    like: Tensor
     what: str
     value: Any
 
     def is_gathered_by(self, group: dist.ProcessGroup | None) -> bool:
         """Whether just the ranks of ``group``, or of any, must all load it."""
-        if not needs_gather(self.param, self.value):
+        if not needs_gather(self.like, self.value):
             return False
         return group is None or sorted(ranks_of(group)) == list(ranks_of_mesh(self.value.device_mesh))
 
@@ -99,7 +110,7 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
         if value is None:
             row.local.zero_()
             continue
-        part = row.residency.part_of(row.param, value, row.name)
+        part = row.residency.part_of(row.like, value, row.name)
         if part.numel():
             row.local.copy_(part)
 
@@ -117,7 +128,8 @@ class Momentum:
     optimizer, so that dropping an optimizer frees its memory at once.
 
     Attributes:
-        shown: by ``id`` of the parameter, what ``state`` shows. Its version counts the edits of the momentum.
+        shown: by ``id`` of the parameter, or of what is ``like`` a second moment, what ``state`` shows. Its version
+            counts the edits of the momentum.
         replaced: what :meth:`check` has found, and :meth:`adopt` has not taken over yet.
     """
 
@@ -134,14 +146,18 @@ class Momentum:
         params: Iterable[Tensor],
         names: Mapping[int, str],
         stacked: Mapping[int, Tensor],
+        of_rows: Mapping[int, Tensor],
+        dtypes: Mapping[int, torch.dtype | None],
         state: _State,
     ) -> None:
-        """Move the momentum that ``state`` has into new stacks. Collective where the layout of a parameter changed.
+        """Move what ``state`` has into new stacks. Collective where the layout of a parameter changed.
 
         Args:
             params: of Muon, in the order of the groups, which is the same on all ranks.
             names: by ``id`` of the parameter.
             stacked: by ``id``, this rank's momentum, for all parameters of which it has any.
+            of_rows: by ``id``, this rank's second moment of rows, for all parameters that have one.
+            dtypes: by ``id``, of the momentum; None is fp32 or wider.
         """
         residency_of = {id(param): residency for residency in residencies for param in residency.params}
         rows: list[_Row] = []
@@ -150,24 +166,28 @@ class Momentum:
             local = stacked.get(id(param))
             if local is None:
                 local = local_tensor(param)
-                local = local.new_empty(
-                    local.shape, dtype=torch.promote_types(param.dtype, torch.float32), device="meta"
-                )
-            row = _Row(param, repr(names[id(param)]), residency_of[id(param)], local)
-            if row.is_trained:
-                row.make_room()
-            rows.append(row)
-            value = state[param].get(MOMENTUM) if param in state else None
-            if value is not None:
-                kept.append((row, value))
+                dtype = dtypes[id(param)] or torch.promote_types(param.dtype, torch.float32)
+                local = local.new_empty(local.shape, dtype=dtype, device="meta")
+            name, residency = repr(names[id(param)]), residency_of[id(param)]
+            of_param = [_Row(param, name, residency, local, MOMENTUM, param)]
+            if id(param) in of_rows:
+                local = of_rows[id(param)]
+                of_param.append(_Row(param, name, residency, local, ROW_MOMENT, residency.shown_rows(param, local)))
+            for row in of_param:
+                if row.is_trained:
+                    row.make_room()
+                rows.append(row)
+                value = state[param].get(row.key) if param in state else None
+                if value is not None:
+                    kept.append((row, value))
         _store(kept)
         self._residencies, self._rows, self._names, self.replaced = list(residencies), rows, names, []
         self.shown.clear()
-        self._show([row for row in rows if MOMENTUM in state.get(row.param, ()) or row.is_trained], state)
+        self._show([row for row in rows if row.key in state.get(row.param, ()) or row.is_trained], state)
 
     def _show(self, rows: Sequence[_Row], state: _State) -> None:
         for row in rows:
-            state[row.param][MOMENTUM] = self.shown[id(row.param)] = row.residency.shown(row.param, row.local)
+            state[row.param][row.key] = self.shown[id(row.like)] = row.residency.shown(row.like, row.local)
 
     def check(self, state: _State) -> None:
         """Look for momentum that was put into ``state`` instead of being edited there. Changes nothing.
@@ -177,7 +197,7 @@ class Momentum:
         """
         self.replaced = []
         for row in self._rows:
-            value, shown = state.get(row.param, {}).get(MOMENTUM), self.shown.get(id(row.param))
+            value, shown = state.get(row.param, {}).get(row.key), self.shown.get(id(row.like))
             if value is not shown or (shown is None and row.is_trained):
                 row.check(value)
                 self.replaced.append((row, value))
@@ -200,15 +220,16 @@ class Momentum:
         """
         self.check(optimizer.state)
         self.adopt(optimizer.state)
-        residency_of = {id(row.param): row.residency for row in self._rows}
+        rows = {(id(row.param), row.key): row for row in self._rows}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         # In one order on all ranks, for whoever gathers the result.
         state = {i: optimizer.state[param] for i, param in enumerate(params) if param in optimizer.state}
         for i, values in state.items():
-            momentum, residency = values.get(MOMENTUM), residency_of.get(id(params[i]))
-            if momentum is not None:  # a copy of the optimizer that took no step yet has no residency
-                saved = momentum.clone() if residency is None else residency.saved(params[i], momentum)
-                state[i] = {**values, MOMENTUM: saved}
+            for key in (MOMENTUM, ROW_MOMENT):
+                value, row = values.get(key), rows.get((id(params[i]), key))
+                if value is not None:  # a copy of the optimizer that took no step yet has no residency
+                    saved = value.clone() if row is None else row.residency.saved(row.like, value)
+                    state[i] = {**state[i], key: saved}
         groups = [savable(group) for group in state_dict["param_groups"]]
         return {**state_dict, "state": state, "param_groups": groups}
 
@@ -228,12 +249,12 @@ class Momentum:
         loads = [(row, keys[id(row.param)]) for row in self._rows if id(row.param) in keys]
         others = [p for _, group in pairs if not group["use_muon"] for p in group["params"]]
         saved = {key: state_dict["state"].get(key, {}) for key in keys.values()}
-        values = [saved[key].get(MOMENTUM) for _, key in loads]
-        items = [_Item(row.param, f"momentum of {row.name}", v) for (row, _), v in zip(loads, values, strict=True)]
+        values = [saved[key].get(row.key) for row, key in loads]
+        items = [_Item(row.param, row.like, row.what, v) for (row, _), v in zip(loads, values, strict=True)]
         for param in others:
             of_param = saved[keys[id(param)]]
             where = f"of {self._names[id(param)]!r} in the saved state"
-            items += [_Item(param, f"{key} {where}", of_param.get(key)) for key in MOMENTS]
+            items += [_Item(param, param, f"{key} {where}", of_param.get(key)) for key in MOMENTS]
         self._require_loadable(fault, items)
         state = dict(state_dict["state"])
         _store([(row, value) for (row, _), value in zip(loads, values, strict=True)])
@@ -244,11 +265,11 @@ class Momentum:
             if of_param is None:
                 del state[key]
         for (row, key), value in zip(loads, values, strict=True):
-            kept = {name: other for name, other in state.pop(key, {}).items() if name != MOMENTUM}
+            kept = {name: v for name, v in state.pop(key, {}).items() if name not in (MOMENTUM, ROW_MOMENT)}
             if value is None and not row.is_trained:
-                self.shown.pop(id(row.param), None)
+                self.shown.pop(id(row.like), None)
             else:
-                self.shown.setdefault(id(row.param), row.local)  # until the new state shows it
+                self.shown.setdefault(id(row.like), row.local)  # until the new state shows it
             if kept or id(row.param) in self.shown:
                 state[key] = kept
         _log.debug("loaded momentum of %d of %d parameters", sum(v is not None for v in values), len(self._rows))
@@ -258,19 +279,19 @@ class Momentum:
     def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Show the momentum again: a load has made a new state."""
         for row in self._rows:
-            shown = self.shown.get(id(row.param))
+            shown = self.shown.get(id(row.like))
             if shown is row.local:
                 self._show([row], optimizer.state)
             elif shown is not None:
-                optimizer.state[row.param][MOMENTUM] = shown
+                optimizer.state[row.param][row.key] = shown
 
     def _require_loadable(self, fault: str | None, items: Sequence[_Item]) -> None:
         """Raise ValueError on all ranks for what any of them was given. Collective over those that share parameters."""
         kinds: dict[int, str | None] = {}
         groups = [group for residency in self._residencies for group in residency.loading_groups()]
         for number, item in enumerate(items):
-            kinds[number] = "absent" if item.value is None else describe(item.value, item.param)
-            unfit = None if item.value is None else misfit(item.param, None, item.value)
+            kinds[number] = "absent" if item.value is None else describe(item.value, item.like)
+            unfit = None if item.value is None else misfit(item.like, None, item.value)
             is_shared = any(id(item.param) in members for _, members in groups)
             if unfit is not None or kinds[number] is None:
                 fault = fault or f"{item.what} {unfit or 'was saved by another rank'}"
@@ -332,6 +353,12 @@ def _group_mismatch(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping
         sizes = len(theirs["params"]), len(ours["params"])
         if sizes[0] != sizes[1]:
             return f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
+        moments = theirs.get("second_moment", ours.get("second_moment")), ours.get("second_moment")
+        if moments[0] != moments[1]:
+            return (
+                f"group {index} has second_moment={moments[0]!r} in the saved optimizer, {moments[1]!r} in this one; "
+                "build it with the same, or change that in the saved group"
+            )
         if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
             return f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
     return None
@@ -358,15 +385,18 @@ def _state_fault(state: Mapping[str, Any]) -> str | None:
 def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group; what it lacks, such as options that torch's own optimizers do not know, is as it was.
 
-    Strategies are those that matrices were laid out by, whatever was saved.
+    So is the dtype of momentum, to which what was saved is converted, and strategies are those that matrices were laid
+    out by, whatever was saved.
     """
+    own = {name: group[name] for name in ("momentum_dtype",) if name in group}
     kept = {name: value for name, value in group.items() if name != "params"}
-    return {**kept, **{name: value for name, value in saved.items() if name != STRATEGY}}
+    return {**kept, **{name: value for name, value in saved.items() if name != STRATEGY}, **own}
 
 
 def savable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group for a state dict, without a function, which files cannot hold: who loads it keeps its own."""
-    return {name: value for name, value in group.items() if name != "adjust_lr_fn" or not callable(value)}
+    """A group for a state dict, without functions, which files cannot hold: who loads it keeps its own."""
+    functions = ("adjust_lr_fn", "orthogonalize")
+    return {name: value for name, value in group.items() if name not in functions or not callable(value)}
 
 
 def adamw_state(
@@ -395,7 +425,7 @@ def adamw_state(
 def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Forget what parameters have from a group of the other route, and begin the state of AdamW's."""
     for param in group["params"]:
-        for name in _ADAMW_STATE if group["use_muon"] else (MOMENTUM,):
+        for name in _ADAMW_STATE if group["use_muon"] else (MOMENTUM, ROW_MOMENT):
             if param in state:
                 state[param].pop(name, None)
         if not group["use_muon"] and param.requires_grad and not state.get(param):
@@ -461,8 +491,8 @@ def origin_of_copy(copied: Mapping[str, Any]) -> Origin:
 
 
 def copyable_state(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """``state`` with momentum that stands alone: each view would be pickled with the whole stack that it shows."""
+    """``state`` with moments that stand alone: each view would be pickled with the whole stack that it shows."""
     return {
-        param: {name: value.clone() if name == MOMENTUM else value for name, value in values.items()}
+        param: {name: value.clone() if name in (MOMENTUM, ROW_MOMENT) else value for name, value in values.items()}
         for param, values in state.items()
     }

@@ -44,7 +44,8 @@ def strategies_of(
         default: of groups that do not say.
 
     Raises:
-        ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes.
+        ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes; or one of which a user's
+            function wants the whole.
     """
     found: dict[int, Given] = {}
     for group in groups:
@@ -58,6 +59,11 @@ def strategies_of(
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, which dedicate_params gave an owner that has it whole: leave "
                     "strategy= out for it, or leave it to FSDP2 by dedicate_params(exclude=…) and fully_shard"
+                )
+            if chosen in ("sharded", "auto") and group["orthogonalize"] is not None:
+                raise ValueError(
+                    f"strategy={chosen!r} for {name!r}, of which orthogonalize= wants whole matrices, at costs that "
+                    "no plan knows: use 'owner' or 'replicated'"
                 )
             if chosen != "owner":
                 found[id(param)] = chosen

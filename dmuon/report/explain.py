@@ -28,6 +28,7 @@ from dmuon.optimizer.notices import advice, taken_whole
 from dmuon.platform.options import check_integer
 from dmuon.report.accounting import expected_memory, expected_traffic
 from dmuon.report.matrices import MatrixRow, RankSums, is_laid_out, matrix_rows, rank_sums
+from dmuon.step.update import name_of
 
 _FROZEN = "frozen"  # a reason begins with it
 _MOST_RANKS = 32  # of which sums are shown
@@ -307,7 +308,9 @@ def _newton_schulz(optimizer: Muon) -> list[str]:
     """Coefficients, and how many steps in which dtype."""
     lines = []
     for group in optimizer.param_groups:
-        if group["use_muon"] and group["params"]:
+        if group["use_muon"] and group["params"] and group["orthogonalize"] is not None:
+            lines.append(f"orthogonalization: by {name_of(group['orthogonalize'])}")
+        elif group["use_muon"] and group["params"]:
             momentum = torch.promote_types(group["params"][0].dtype, torch.float32)
             storage = storage_dtype(momentum, group["params"][0].device, group["ns_dtype"])
             spans = storage_spans(storage, group["ns_steps"])

@@ -91,6 +91,7 @@ class AdamWUpdate:
         if self.rows:
             params, grads, averages, squares, steps = map(list, zip(*self.rows, strict=True))
             beta1, beta2 = self.group["betas"]
+            lr, factor = self.group["lr"], self.group["lr_multiplier"]
             adamw(
                 params,
                 grads,
@@ -102,7 +103,7 @@ class AdamWUpdate:
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,
-                lr=self.group["lr"],
+                lr=lr if factor == 1 else factor * lr,
                 weight_decay=self.group["weight_decay"],
                 eps=self.group["eps"],
                 maximize=False,

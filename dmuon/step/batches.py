@@ -82,7 +82,8 @@ class Batch:
         ids: of the parameters.
         labels: parameter of each matrix, and its number in that if it is more than one matrix.
         scaled_shape: ``(out, in)`` of each whole matrix, by which learning rates are scaled.
-        dtype, device: of the momentum.
+        dtype, device: in which momentum is folded, and what travels.
+        is_copied: :meth:`momentum` is a copy: it is stored in another dtype, or as no view of one tensor.
     """
 
     params: list[Tensor]
@@ -102,6 +103,7 @@ class Batch:
     scaled_shape: tuple[int, int] = field(init=False)
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
+    is_copied: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.each = len(self.numbers)
@@ -111,14 +113,21 @@ class Batch:
         numbers = [None] if self.region is None else self.numbers
         self.labels = [(param, number) for param in self.params for number in numbers]
         self.scaled_shape = self.shape[::-1] if self.transposed else self.shape
-        self.dtype, self.device = self.momenta[0].dtype, self.momenta[0].device
+        self.dtype = torch.promote_types(self.params[0].dtype, torch.float32)
+        self.device = self.momenta[0].device
+        self.is_copied = self.stacked is None or self.stacked.dtype != self.dtype
 
-    def gradients(self, start: int, end: int) -> list[Tensor]:
-        """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none."""
+    def gradients(self, start: int, end: int, decay: float = 0.0) -> list[Tensor]:
+        """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none.
+
+        Args:
+            decay: the gradients are those of the loss and of half as much times the weights' squared norm.
+        """
         grads = []
         for param in self.params[start:end]:
             grad = param.grad
-            grads.append(local_tensor(torch.zeros_like(param) if grad is None else grad))
+            grad = local_tensor(torch.zeros_like(param) if grad is None else grad)
+            grads.append(grad if not decay else grad.to(self.dtype) + decay * local_tensor(param).detach())
         return grads if self.region is None else self.split(grads)
 
     def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -143,15 +152,18 @@ class Batch:
         :meth:`put_momentum` writes changes of a copy back.
         """
         if self.stacked is not None:
-            return self.stacked[start * self.each : end * self.each]
+            return self.stacked[start * self.each : end * self.each].to(self.dtype)
         assert self.region is not None
         taken = [self.region.take(momentum) for momentum in self.momenta[start:end]]
-        return taken[0] if len(taken) == 1 else torch.cat(taken)
+        return (taken[0] if len(taken) == 1 else torch.cat(taken)).to(self.dtype)
 
     def put_momentum(self, start: int, end: int, momentum: Tensor) -> None:
-        """Write a copy of momentum, which was changed, back to where it came from."""
+        """Write a copy of momentum, which was changed, back to where it came from, rounded to the nearest."""
+        if self.stacked is not None:
+            self.stacked[start * self.each : end * self.each].copy_(momentum)
+            return
         matrices = list(momentum.unbind(0))
-        if end - start > 1:  # a concatenation is a copy, whatever its parts were
+        if end - start > 1 or momentum.dtype != self.momenta[0].dtype:  # it is a copy, whatever its parts were
             copied, matrices = matrices, self.split(self.momenta[start:end])
             torch._foreach_copy_(matrices, copied)
         self.put(self.momenta[start:end], matrices)
@@ -178,6 +190,11 @@ class SharedBatch(Batch):
 
     domain: Domain
     parcel: Parcel
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank orthogonalizes them."""
+        return self.parcel.owner == self.domain.position
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,13 +249,16 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     return Batch(params, momenta, first.position, first.shape, (), None, first.transposed, first.numbers, stacked)
 
 
-def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> list[Batch]:
-    """Batches of ``tasks`` by position, whose parameters share options, with momentum of zeros in fp32 (or wider).
+def make_batches(
+    tasks: Iterable[Task], device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> list[Batch]:
+    """Batches of ``tasks`` by position, whose parameters share options, with momentum of zeros.
 
     Of parameters that are one matrix each it is one tensor for each batch.
 
     Args:
         device: of the momentum; ``None`` is that of the parameters, ``meta`` allocates nothing.
+        dtype: of the momentum; ``None`` is fp32 (or wider).
     """
     batches: list[Batch] = []
     momentum: dict[int, Tensor] = {}  # of parameters that are several matrices, by ``id``
@@ -246,7 +266,7 @@ def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> l
     for task in sorted(tasks, key=lambda task: task.position):
         param, local = task.param, local_tensor(task.param)
         if task.region is not None and id(param) not in momentum:
-            momentum[id(param)] = _zeros(local.shape, local, device)
+            momentum[id(param)] = _zeros(local.shape, local, device, dtype)
         if task.region is not None and task.count > 1:
             batches += _of_stack(task, momentum[id(param)])
         else:
@@ -259,7 +279,7 @@ def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> l
             some = members[start : start + first.batch_size]
             params = [task.param for task in some]
             if first.region is None:
-                rows = _zeros((len(some), *local.shape), local, device)
+                rows = _zeros((len(some), *local.shape), local, device, dtype)
                 batches.append(_batch(some[0], params, list(rows), None, first.numbers, rows))
             else:
                 momenta = [momentum[id(param)] for param in params]
@@ -294,6 +314,6 @@ def _batch(
     return SharedBatch(*fields, task.shared.domain, parcel)
 
 
-def _zeros(shape: Sequence[int], like: Tensor, device: torch.device | None) -> Tensor:
-    dtype = torch.promote_types(like.dtype, torch.float32)
+def _zeros(shape: Sequence[int], like: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
+    dtype = dtype or torch.promote_types(like.dtype, torch.float32)
     return torch.zeros(tuple(shape), dtype=dtype, device=device or like.device)

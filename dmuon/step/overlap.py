@@ -17,7 +17,7 @@ from dmuon.step.batches import Batch
 from dmuon.step.rounds import AloneRound
 from dmuon.step.update import Done, fold, numerics_of, orthogonalize
 
-_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
+_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize")
 
 
 @dataclass(slots=True)
@@ -96,6 +96,8 @@ class EarlyUpdates:
             return  # of a matrix that was frozen until now, the step shows the momentum
         present = [grad for grad in grads if grad is not None]
         group = self._group_at(self._index[id(batch)])
+        if group["weight_decay_mode"] == "l2":
+            return  # weights may change until the step, which nothing here would show
         momentum = self._momentum_versions(batch)
         parts = [local_tensor(grad) for grad in present]
         with self._side.beside(parts), torch.autocast(batch.device.type, enabled=False):

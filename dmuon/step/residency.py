@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.process_groups import this_rank
 from dmuon.layout.matrices import local_regions
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.topology import position_in
 from dmuon.model.matrix_spec import spec_of
-from dmuon.platform.torch_private import lies_evenly, local_tensor, share_spec, spec_like
+from dmuon.platform.torch_private import contiguous_strides, lies_evenly, local_tensor, share_spec, spec_like
 from dmuon.solver import unmeasured_batch
 from dmuon.step.batches import Batch, Task, make_batches
 from dmuon.step.rounds import AloneRound, Round
@@ -42,6 +43,7 @@ class Sharing:
 
 Options = Callable[[Sequence[int]], list[tuple[str, str]]]  # of some groups, by name
 MOMENTUM = "momentum_buffer"  # in the optimizer's state
+ROW_MOMENT = "row_second_moment"
 
 
 class Residency(ABC):
@@ -113,6 +115,20 @@ class Residency(ABC):
         """``local``, this rank's momentum of ``param``, as the optimizer's state shows it; shares its storage."""
         return like_param(param, local)
 
+    def shown_rows(self, param: Tensor, local: Tensor) -> Tensor:
+        """``local``, this rank's second moment of the rows of ``param``, as the optimizer's state shows it.
+
+        It stands for ``param`` in :meth:`shown`, :meth:`saved` and :meth:`part_of` of such moments.
+        """
+        if not isinstance(param, DTensor):
+            return local
+        shape = spec_of(param).with_one_input(param.shape)
+        placements = placed_with_one_input(param.shape, shape, param.placements)
+        strides = contiguous_strides(torch.Size(shape))
+        return DTensor.from_local(
+            local, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+        )
+
     def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
         """A copy of the momentum of ``param``, as shown, for a state dict. Nothing travels."""
         return momentum.clone()  # a view would save the whole stack
@@ -168,6 +184,17 @@ class Alone(Residency):
         return [AloneRound(index, batch) for index, of_group in enumerate(batches) for batch in of_group]
 
 
+def placed_with_one_input(
+    shape: Sequence[int], thin: Sequence[int], placements: Sequence[Placement]
+) -> list[Placement]:
+    """Placements of a tensor ``thin``, as those of one of ``shape``: what is cut along inputs has copies."""
+    found: list[Placement] = []
+    for one in placements:
+        dim = getattr(one, "dim", None)
+        found.append(one if dim is None or shape[dim] == thin[dim] else Replicate())
+    return found
+
+
 def layouts_and_gradients(params: Iterable[Tensor]) -> tuple[list[tuple[Any, ...]], set[int]]:
     """How parameters lie, as far as this rank can see without asking, and the ids of those that have a gradient.
 
@@ -184,17 +211,21 @@ def layouts_and_gradients(params: Iterable[Tensor]) -> tuple[list[tuple[Any, ...
     return layouts, present
 
 
-def lay_out(groups: Sequence[Sequence[Tensor]], residencies: Iterable[Residency]) -> list[Round]:
+def lay_out(groups: Sequence[Mapping[str, Any]], residencies: Iterable[Residency]) -> list[Round]:
     """The rounds of a step, whose batches have momentum of zeros.
 
     Args:
-        groups: the parameters of each group of the optimizer.
+        groups: of the optimizer.
     """
     rounds: list[Round] = []
     for residency in residencies:
         tasks = residency.tasks()
-        members = [set(map(id, params)) for params in groups]
-        rounds += residency.rounds([make_batches(task for task in tasks if id(task.param) in ids) for ids in members])
+        batches = []
+        for group in groups:
+            ids = {*map(id, group["params"])}
+            of_group = (task for task in tasks if id(task.param) in ids)
+            batches.append(make_batches(of_group, dtype=group.get("momentum_dtype")))
+        rounds += residency.rounds(batches)
     return rounds
 
 

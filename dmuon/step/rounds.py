@@ -35,6 +35,7 @@ from dmuon.kernels import (
 from dmuon.layout.matrices import Parcel, Strategy
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
+from dmuon.step.row_moments import RowMoments
 from dmuon.step.update import Done, StepRecord, apply, fold, numerics_of, orthogonalize, with_zeros
 
 
@@ -47,6 +48,7 @@ class Step:
         present: ids of the parameters of which some rank has a gradient.
         record: is told of every update.
         done: what was orthogonalized here so far.
+        row_moments: of groups with ``second_moment``, which scale updates that have arrived.
     """
 
     options: Sequence[Mapping[str, Any]]
@@ -54,6 +56,7 @@ class Step:
     timer: PhaseTimer
     record: StepRecord | None = None
     done: list[Done] = field(default_factory=list)
+    row_moments: RowMoments | None = None
 
 
 class Round(ABC):
@@ -65,6 +68,7 @@ class Round(ABC):
         exchanged: something travels.
         queue: rounds of one domain, which are counted on their own when the next ones start ahead.
         knows_shapes: those of whole matrices, by which the batches' learning rates are scaled.
+        scales_rows: it lets ``row_moments`` scale updates before they are applied.
     """
 
     index: int
@@ -72,6 +76,7 @@ class Round(ABC):
     exchanged: bool
     queue: int = 0
     knows_shapes: bool = True
+    scales_rows: bool = False
 
     def fold(self, step: Step) -> WholeNorms | None:
         """Before any round runs: gradients go into momentum, if norms of whole matrices must be joined first."""
@@ -93,6 +98,7 @@ class AloneRound(Round):
     """
 
     exchanged = False
+    scales_rows = True
 
     def __init__(self, index: int, batch: Batch) -> None:
         self.index = index
@@ -113,6 +119,8 @@ class AloneRound(Round):
                 del x
         for run_of, update, done in updates:
             step.done.append(done)
+            if step.row_moments is not None and group["second_moment"] is not None:
+                update = step.row_moments.alone(group, batch, run_of, update)
             apply(group, batch, run_of, update, step.timer, record=step.record)
         return iter(())
 
@@ -176,6 +184,7 @@ class ExchangedRound(Round):
         joins_norms: also where that saves no bytes, since no rank has a whole matrix.
     """
 
+    scales_rows = True
     has_owners = True
     joins_norms = False
     orthogonalize: Callable[..., tuple[Tensor, Done]] = staticmethod(orthogonalize)
@@ -238,7 +247,7 @@ class ExchangedRound(Round):
                     kernel = partial(normalized_update, beta=group["momentum"], nesterov=group["nesterov"])
                     for start, end in runs:  # gradients are in momentum already
                         rows = of_bundle[start * batch.each : end * batch.each]
-                        of_run = (batch.gradients(start, end), batch.momentum(start, end), rows)
+                        of_run = (batch.gradients(start, end, group["l2"]), batch.momentum(start, end), rows)
                         found.append(kernel(*of_run, storage=numerics.storage, eps=group["eps"]))
                 if runs is not batch.whole:
                     shape = batch.momentum(0, len(batch.params)).shape
@@ -276,15 +285,20 @@ class ExchangedRound(Round):
             arriving: Redistribution | Copying
             arriving = Redistribution(self._after, whole, like, f"scatter of {self._what}")
         del whole
+        scales_rows = step.row_moments is not None and group["second_moment"] is not None
+        if (self.copies.needed or scales_rows) and self._after.travels:
+            yield False
         if self.copies.needed:
-            if self._after.travels:
-                yield False
             with timer.phase("exchange"):
                 arriving = Copying(self.copies, arriving.wait(), like, f"copies of {self._what}")
+        if scales_rows:  # with collectives of its own, which have one order only if they come before the last stop
+            with timer.phase("exchange"):
+                updates = self._with_scaled_rows(step, arriving.wait())
         yield True
 
-        with timer.phase("exchange"):
-            updates = arriving.wait()
+        if not scales_rows:
+            with timer.phase("exchange"):
+                updates = arriving.wait()
         del arriving
         for bundle in self.bundles:
             arrived = []
@@ -300,6 +314,15 @@ class ExchangedRound(Round):
                 for start, end in runs:
                     rows = update[start * batch.each : end * batch.each]
                     apply(group, batch, (start, end), rows, timer, record=step.record)
+
+    def _with_scaled_rows(self, step: Step, updates: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """By number of the batch, as ``updates`` are, or by that of the first one of several that are one tensor."""
+        parts: dict[int, Tensor] = {}
+        for bundle in self.bundles:
+            arrived = torch.cat([updates[i] for i in bundle.numbers if i in updates])
+            parts |= zip(bundle.numbers, arrived.split(bundle.counts), strict=True)
+        assert step.row_moments is not None
+        return step.row_moments.shared(step.options[self.index], self.batches, parts, step.present)
 
     @cached_property
     def copies(self) -> Copies:

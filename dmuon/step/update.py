@@ -39,15 +39,20 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _T = TypeVar("_T")
 
 Label = tuple[Tensor, int | None]  # a parameter, and the number of a matrix in it if it is more than one
+Orthogonalize = Callable[[Tensor], Tensor]  # of (k, m, n), each divided by its norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Done:
-    """One batched update of matrices of ``shape``; ``norms`` of what was orthogonalized, ``(k,)``."""
+    """One batched update of matrices of ``shape``; ``norms`` of what was orthogonalized, ``(k,)``.
+
+    Attributes:
+        variant: how Newton–Schulz ran, or the function in its place.
+    """
 
     matrices: list[Label]
     shape: tuple[int, int]
-    variant: Variant
+    variant: Variant | str
     norms: Tensor
 
 
@@ -60,6 +65,7 @@ class Numerics:
         ends: that of its last step, in which updates travel, also where tensors are wider: so it is the same on all
             ranks, of whose CPUs only some may multiply it.
         sent_normalized: parts are divided by norms of the whole before they travel, since that halves their bytes.
+        function: the user's, in place of Newton–Schulz; it takes and gives the dtype of the momentum.
     """
 
     sequence: Polynomial
@@ -67,6 +73,7 @@ class Numerics:
     begins: torch.dtype
     ends: torch.dtype
     sent_normalized: bool
+    function: Orthogonalize | None = None
 
 
 def numerics_of(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Numerics:
@@ -74,6 +81,8 @@ def numerics_of(group: Mapping[str, Any], dtype: torch.dtype, device: torch.devi
     coefficients = group["ns_coefficients"]
     if not isinstance(coefficients, str):  # lists among them cannot be remembered
         coefficients = tuple(tuple(one) if isinstance(one, Sequence) else one for one in coefficients)
+    if group["orthogonalize"] is not None:
+        return Numerics(coefficient_sequence("classic", 5), dtype, dtype, dtype, False, group["orthogonalize"])
     return _numerics(coefficients, group["ns_steps"], group["ns_dtype"], dtype, device)
 
 
@@ -102,8 +111,9 @@ def fold(
     found = []
     for start, end in runs:
         momentum = batch.momentum(start, end)
-        found.append(kernel(batch.gradients(start, end), momentum, beta=group["momentum"], nesterov=group["nesterov"]))
-        if batch.stacked is None:
+        grads = batch.gradients(start, end, group["l2"])
+        found.append(kernel(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"]))
+        if batch.is_copied:
             batch.put_momentum(start, end, momentum)
     return found
 
@@ -124,11 +134,40 @@ def orthogonalize(
         run_of: range of the batch's parameters.
         x: what Newton–Schulz takes of them: divided by ``norms``, ``(k,)``. Its memory may be reused.
     """
-    variant = variant_for(numerics, batch.shape, batch.variants, len(x), x.device)
-    with timer.phase("ns"):
-        update = run(x, variant, numerics.sequence, numerics.storage)
+    variant: Variant | str
+    if numerics.function is None:
+        variant = variant_for(numerics, batch.shape, batch.variants, len(x), x.device)
+        with timer.phase("ns"):
+            update = run(x, variant, numerics.sequence, numerics.storage)
+    else:
+        variant = name_of(numerics.function)
+        with timer.phase("ns"):
+            update = orthogonalized_by(numerics.function, x)
     labels = batch.labels[run_of[0] * batch.each : run_of[1] * batch.each]
     return update, Done(labels, batch.shape, variant, norms)
+
+
+def orthogonalized_by(function: Orthogonalize, x: Tensor) -> Tensor:
+    """What a user's function makes of ``x``, ``(k, m, n)``.
+
+    Raises:
+        TypeError, ValueError: no tensor like ``x``.
+    """
+    kind = f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
+    found: object = function(x)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"orthogonalize={name_of(function)} returned {type(found).__name__}; return {kind}, as it gets")
+    if (found.shape, found.dtype, found.device) != (x.shape, x.dtype, x.device):
+        raise ValueError(
+            f"orthogonalize={name_of(function)} returned a {found.dtype} tensor of shape {tuple(found.shape)} on "
+            f"{found.device}; return {kind}, as it gets"
+        )
+    return found
+
+
+def name_of(function: Any) -> str:
+    """As messages call a user's function."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def apply(
@@ -159,13 +198,15 @@ def apply(
         matrices = weights if batch.region is None else batch.split(weights)
         if scale is None:
             scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
-        apply_update_(
-            matrices,
-            update,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            scale=scale,
-        )
+        lr, decay, factor = group["lr"], group["weight_decay"], scale
+        if group["weight_decay_mode"] != "decoupled":
+            if group["weight_decay_mode"] == "independent":
+                lr, factor = 1.0, lr * scale
+            else:
+                if group["weight_decay_mode"] == "cautious":
+                    _decay_where_update_does(matrices, update, lr * decay)
+                decay = 0.0
+        apply_update_(matrices, update, lr=lr, weight_decay=decay, scale=factor)
         if batch.region is not None:
             batch.put(weights, matrices)
         if record is not None:
@@ -173,6 +214,13 @@ def apply(
             parts = [part for stack in stacks for part in stack.unbind(0)]
             labels = batch.labels[start * batch.each : end * batch.each]
             record.note(labels, batch.shape, group["lr"] * scale, parts, matrices)
+
+
+def _decay_where_update_does(weights: Sequence[Tensor], update: Tensor | Sequence[Tensor], decay: float) -> None:
+    """Multiply by ``1 - decay`` what the update does not take away from zero, as "Cautious Weight Decay" does."""
+    stacks = [update] if isinstance(update, Tensor) else update
+    for weight, part in zip(weights, (part for stack in stacks for part in stack.unbind(0)), strict=True):
+        weight.sub_(weight * (weight.sign() * part.sign() >= 0), alpha=decay)
 
 
 @lru_cache(maxsize=4096)

@@ -140,14 +140,17 @@ def is_exchanged(name: str) -> bool:
     return where in PLACEMENTS or (where != SINGLE and not LAYOUTS[where].dedicated)
 
 
-def start(name: str, seed: int = 0, model: Any = None, lr: float = OPTIONS["lr"], **options: Any) -> Run:
+def start(
+    name: str, seed: int = 0, model: Any = None, lr: float = OPTIONS["lr"], member: Any = None, **options: Any
+) -> Run:
     """A toy, or ``model``, on a layout, or placements of experts; behind a comma of ``name`` stands what is special.
 
     Args:
+        member: more options of ``dmuon.Muon``.
         options: of :func:`harness.topologies.lay`.
     """
     where, _, kind = name.partition(", ")
-    muon = {**OPTIONS, "lr": lr}
+    muon = {**OPTIONS, "lr": lr, **(member or {})}
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     if where in PLACEMENTS:
         experts = Experts(PLACEMENTS[where][1], dtype)

@@ -105,11 +105,15 @@ def fused_loss(model: nn.Module, step: int, rank: int = 0, world: int = 1) -> Te
     return F.cross_entropy(model(inputs), classes)
 
 
-def fused_reference(steps: int, splits: Sequence[Split] = tuple(SPLITS)) -> dict[str, Tensor]:
-    """Weights after ``steps`` of ``torch.optim.Muon`` on parts that are cut by hand, and ``torch.optim.AdamW``."""
+def fused_reference(steps: int, splits: Sequence[Split] = tuple(SPLITS), twin: Twin | None = None) -> dict[str, Tensor]:
+    """Weights after ``steps`` of ``torch.optim.Muon`` on parts that are cut by hand, and ``torch.optim.AdamW``.
+
+    Args:
+        twin: that updates the matrices, in place of ``torch.optim.Muon``.
+    """
     model = FusedModel(splits)
     named = [(name, param) for name, param in model.named_parameters() if "blocks" in name]
-    twin = Twin([], LR, DECAY)
+    twin = twin or Twin([], LR, DECAY)
     for name, param in named:
         twin.add(param.detach(), splits[int(name.rsplit("weight", 1)[1])].cut)
     groups = [{"params": [model.head.weight]}, {"params": [model.head.bias], "weight_decay": 0.0}]

@@ -116,9 +116,9 @@ SPLITS = [
 class Weights:
     """Weights that a program lays out itself, given random gradients, beside ``torch.optim.Muon`` on the whole ones."""
 
-    def __init__(self, lr: float = 0.02, decay: float = DECAY) -> None:
+    def __init__(self, lr: float = 0.02, decay: float = DECAY, twin: Twin | None = None) -> None:
         self.params: list[nn.Parameter] = []
-        self.twin = Twin([], lr, decay)
+        self.twin = twin or Twin([], lr, decay)
         self.options = {"lr": lr, "weight_decay": decay, "ns_coefficients": "classic"}
         self.laid: list[tuple[int, tuple[int, ...], Callable[[Tensor], Tensor]]] = []
         self.steps = 0

@@ -129,6 +129,7 @@ def test_update_scale(shape):
     assert update_scale("match_rms_adamw", shape) == pytest.approx(0.2 * math.sqrt(64 if m != n else 32))
     assert update_scale("spectral", shape) == math.sqrt(m / n)
     assert update_scale(lambda s: s[0] + 0.5, shape) == m + 0.5
+    assert update_scale(0.3, shape) == pytest.approx(0.3 * max(shape) ** 0.5)
 
 
 def test_none_is_original_as_in_torch():
@@ -145,7 +146,9 @@ def test_match_rms_adamw_gives_an_update_of_rms_near_a_fifth():
     ("fn", "shape", "message"),
     [
         ("adam", (2, 3), "adjust_lr_fn='adam' is unknown"),
-        (0.2, (2, 3), "adjust_lr_fn=0.2 is unknown"),
+        (-0.2, (2, 3), "adjust_lr_fn=-0.2 is unknown"),
+        (True, (2, 3), "adjust_lr_fn=True is unknown"),
+        (math.inf, (2, 3), "adjust_lr_fn=inf is unknown"),
         (lambda s: float("nan"), (2, 3), "returned nan"),
         (lambda s: -1, (2, 3), "returned -1"),
         ("original", (2, 3, 4), "two positive dimensions"),

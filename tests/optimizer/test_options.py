@@ -24,7 +24,7 @@ NONSENSE = [
     (0, "weight_decay", math.inf), (2, "weight_decay", math.nan), (0, "eps", math.inf), (1, "eps", -1.0),
     (0, "momentum", 1.0), (0, "momentum", math.nan), (1, "betas", (0.9, math.nan)), (1, "betas", (0.9,)),
     (0, "ns_steps", 10**9), (0, "ns_steps", 21), (0, "ns_steps", 0), (0, "nesterov", 1), (1, "maximize", True),
-    (1, "amsgrad", True), (0, "adjust_lr_fn", lambda shape: math.nan),
+    (1, "amsgrad", True), (0, "adjust_lr_fn", lambda shape: math.nan), (0, "weight_decay_mode", "wild"),
 ]  # fmt: skip
 IDS = [f"{name}={str(value)[:12]} of group {group}" for group, name, value in NONSENSE]
 
@@ -77,7 +77,7 @@ def test_nonsense_is_refused_by_the_constructor(group: int, name: str, value: An
     ("name", "instead"),
     [
         ("mu", "momentum="), ("algorithm", "use_muon="), ("num_heads", "MatrixSpec"), ("flatten", "flattened=True"),
-        ("cautious_wd", "nothing"), ("beta1", "betas="), ("num_ns_steps", "ns_steps="), ("epsilon", "eps="),
+        ("cautious_wd", "weight_decay_mode="), ("beta1", "betas="), ("num_ns_steps", "ns_steps="), ("epsilon", "eps="),
     ],
 )  # fmt: skip
 def test_a_key_of_another_library_is_refused_however_it_comes(name: str, instead: str) -> None:

@@ -1,0 +1,421 @@
+"""Members of Muon's family, wherever matrices lie, against one process that is written from their papers."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness import checkpoints
+from harness.assertions import assert_equal_weights
+from harness.dtensors import functions_of_whole_tensors, placements_of
+from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
+from harness.hand_laid import SPLITS, Weights
+from harness.network import full_state, is_matrix, loss_of
+from harness.on_ranks import assert_same_over_ranks, on_ranks
+from harness.paper import Paper
+from harness.pool import RankPool
+from harness.topologies import LAYOUTS, lay
+from harness.toy import DECAY, LR, OPTIONS, batch, build
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dmuon
+from dmuon import create_dtensor_config
+
+STEPS = 3
+
+
+def polar(x: Tensor) -> Tensor:
+    """The exact orthogonal factor; of small singular values nothing, of which rounding would make anything."""
+    left, values, right = torch.linalg.svd(x, full_matrices=False)
+    return left * (values > 1e-3 * values[:, :1]).to(x)[:, None] @ right
+
+
+MEMBERS: dict[str, dict[str, Any]] = {
+    "independent": {"weight_decay_mode": "independent"},
+    "l2": {"weight_decay_mode": "l2"},
+    "cautious": {"weight_decay_mode": "cautious"},
+    "rms": {"adjust_lr_fn": 0.3},
+    "function": {"orthogonalize": polar},
+    "normuon": {"second_moment": "row", "second_moment_beta": 0.9},
+    "bf16 momentum": {"momentum_dtype": torch.bfloat16},
+}
+# Gradients that ranks sum up in another order are at times rounded otherwise than in one process.
+NEAR = {"bf16 momentum": 1e-4}
+EVERY = pytest.mark.parametrize("member", MEMBERS)
+
+
+def paper(member: str, lr: float = LR) -> Paper:
+    return Paper(lr, DECAY, **MEMBERS.get(member, {}))
+
+
+@EVERY
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
+@on_ranks()
+def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, member: str) -> None:
+    """DTensors of all splits: rows and columns, even and uneven, copies, and both dimensions at once."""
+    weights = Weights(twin=paper(member, 0.02))
+    for i, split in enumerate(SPLITS):
+        for extents, placements in placements_of(world, 2 if split.spec.flattened else len(split.shape)):
+            weights.shard(i, split.shape, init_device_mesh("cpu", extents), placements, split=split)
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"), **MEMBERS[member])
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+
+
+@EVERY
+@pytest.mark.parametrize("layout", ["2", "3", "ddp", "hsdp", "tp"])
+def test_tensors_of_any_matrices_that_dmuon_owns(ranks: RankPool, layout: str, member: str) -> None:
+    ranks({"hsdp": 4, "3": 3}.get(layout, 2), owned, layout, member)
+
+
+def owned(rank: int, world: int, layout: str, member: str) -> None:
+    names = {"ddp": ("replicate",), "tp": ("dp", "tp")}.get(layout)
+    mesh = init_device_mesh("cpu", {"hsdp": (2, 2), "tp": (1, 2)}.get(layout, (world,)), mesh_dim_names=names)
+    model = FusedModel()
+    if layout == "tp":
+        split_params(model, mesh["tp"])
+        mesh = mesh["dp"]
+    dmuon.dedicate_params(model, mesh, select=by_spec(), costs="flops")
+    optimizer = dmuon.Muon(model, overlap_backward=layout in ("3", "hsdp"), **OPTIONS, **MEMBERS[member])
+    part = 0 if layout == "tp" else rank
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        fused_loss(model, step, part, mesh.size()).backward()
+        optimizer.step()
+    found = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.state_dict().items()}
+    expected = fused_reference(STEPS, twin=paper(member))
+    assert_equal_weights({name: found[name] for name in expected}, expected, NEAR.get(member, 1e-5))
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "layout",
+    ["ddp", "tp-alone", "fsdp2-3", "1d-3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp2-tp", "cp-mesh"))],
+)
+def test_models_as_users_lay_them_out(ranks: RankPool, layout: str, member: str) -> None:
+    ranks(LAYOUTS[layout].world, laid_out, layout, member)
+
+
+def laid_out(rank: int, world: int, layout: str, member: str, multipliers: dict[str, float] | None = None) -> None:
+    laid = lay(layout, build())
+    optimizer = laid.optimizer(**MEMBERS.get(member, {}), lr_multipliers=multipliers)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+    weights = full_state(laid.network)
+    assert_equal_weights(weights, trained(build(), member, multipliers or {}), NEAR.get(member, 1e-5))
+    assert_same_over_ranks(weights)
+
+
+def trained(model: nn.Module, member: str, multipliers: dict[str, float], steps: int = STEPS) -> dict[str, Tensor]:
+    """In one process: matrices as the paper says, the rest by ``torch.optim.AdamW``."""
+    twin, named = paper(member), dict(model.named_parameters())
+    matrices = [param for name, param in named.items() if is_matrix(name)]
+    factors = {name: next((f for p, f in multipliers.items() if fnmatch(name, p)), 1.0) for name in named}
+    groups = []
+    for name, param in named.items():
+        if is_matrix(name):
+            twin.add(param.detach(), multiplier=factors[name])
+        else:
+            decay = DECAY if param.ndim > 1 else 0.0
+            groups.append({"params": [param], "weight_decay": decay, "lr": LR * factors[name]})
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    for step in range(steps):
+        model.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        twin.step([param.grad for param in matrices])
+        adamw.step()
+        with torch.no_grad():
+            for param, value in zip(matrices, twin.weights(), strict=True):
+                param.copy_(value)
+    return {name: param.detach().clone() for name, param in named.items()}
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+TOPOLOGIES = [
+    ("fsdp2-2", "fsdp2-3"), ("fsdp2-2", "single"), ("fsdp2-2", "1d"), ("1d", "1d-3"), ("1d", "fsdp2-tp"),
+    ("tp-fsdp", "fsdp2-3"), ("fsdp2-tp", "tp"), ("experts on 3", "rows on 2"), ("rows on 2", "experts alone"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("member", ["normuon", "bf16 momentum"])
+@pytest.mark.parametrize(("source", "target"), TOPOLOGIES)
+def test_state_goes_on_anywhere(ranks: RankPool, tmp_path: Path, source: str, target: str, member: str) -> None:
+    path = str(tmp_path)
+    ranks(checkpoints.world_of(source), saves, path, source, member)
+    ranks(checkpoints.world_of(target), resumes, path, target, member)
+
+
+def saves(rank: int, world: int, path: str, name: str, member: str) -> None:
+    run = checkpoints.start(name, member=MEMBERS[member])
+    run.train(range(checkpoints.SAVED))
+    checkpoints.save(run, path)
+
+
+def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
+    run = checkpoints.start(name, seed=50, member=MEMBERS[member])
+    run.train(range(1))
+    checkpoints.load(run, path)
+    run.train(range(checkpoints.SAVED, checkpoints.TOTAL))
+    found = full_state(run.model)
+    if name in checkpoints.PLACEMENTS:
+        twin = paper(member)
+        for value in checkpoints.Experts.noise(99):
+            twin.add(1.0 + value)
+        for step in range(checkpoints.TOTAL):
+            twin.step(checkpoints.Experts.noise(step))
+        shapes = checkpoints.Experts.SHAPES
+        expected = {f"weights.{i}": t.reshape(shapes[i]) for i, t in enumerate(twin.weights())}
+    else:
+        expected = trained(build(), member, {}, checkpoints.TOTAL)
+    assert_equal_weights(found, expected, NEAR.get(member, 1e-5))
+
+
+# -- learning rates ------------------------------------------------------------------------------------------------
+
+MULTIPLIERS = {"*.up.weight": 0.5, "blocks.0.*": 2.0, "embed.*": 3.0, "*.bias": 0.25}
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-2", "1d", "ddp"])
+def test_learning_rates_are_multiplied_by_patterns_of_names(ranks: RankPool, layout: str) -> None:
+    ranks(2, laid_out, layout, "none", MULTIPLIERS)
+
+
+def test_multipliers_stay_where_schedulers_and_checkpoints_change_rates() -> None:
+    optimizer = dmuon.Muon(build(), **OPTIONS, lr_multipliers=MULTIPLIERS)
+    found = {group["lr_multiplier"] for group in optimizer.param_groups}
+    assert found == {1.0, 0.5, 2.0, 3.0, 0.25}
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1)
+    optimizer.step()
+    scheduler.step()
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1 * LR}
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["lr_multiplier"] *= 3
+    optimizer.load_state_dict(saved)
+    assert {group["lr_multiplier"] for group in optimizer.param_groups} == {3 * factor for factor in found}
+    with pytest.raises(
+        ValueError, match=r"the saved optimizer has \d+ groups, this one 3; build it with the same groups"
+    ):
+        dmuon.Muon(build(), **OPTIONS).load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("params", "multipliers", "says"),
+    [
+        (lambda model: model, {"blocks.*": 2.0, "blocks.0.*": 3.0}, "'blocks.0.*' is the first to fit no parameter's"),
+        (lambda model: model, {"*": -1.0}, "lr_multiplier must be finite and >= 0"),
+        (lambda model: model, 2.0, "lr_multipliers must map patterns of names to factors, got float"),
+        (dmuon.param_groups, {"*": 2.0}, "write lr_multiplier=… into your groups"),
+        (lambda model: list(model.blocks.parameters()), {"*.up.*": 2.0}, "fit no parameter's name"),
+    ],
+)
+def test_multipliers_that_mean_nothing_are_refused(params: Any, multipliers: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says.replace("*", "[*]")):
+        dmuon.Muon(params(build()), lr_multipliers=multipliers)
+
+
+def test_tensors_that_come_with_names_are_multiplied() -> None:
+    model = build()
+    named = [(name, param) for name, param in model.named_parameters() if is_matrix(name)]
+    optimizer = dmuon.Muon(named, lr_multipliers={"*.up.*": 2.0})
+    assert {name: g["lr_multiplier"] for g in optimizer.param_groups for name in g["param_names"]} == {
+        name: 1.0 + name.endswith("up.weight") for name, _ in named
+    }
+
+
+# -- a function of one's own -----------------------------------------------------------------------------------------
+
+
+def of_another_shape(x: Tensor) -> Tensor:
+    return x.mT if x.shape[1] != x.shape[2] else x
+
+
+def in_half(x: Tensor) -> Tensor:
+    return x.bfloat16()
+
+
+def nothing(x: Tensor) -> None:
+    return None
+
+
+def failing(x: Tensor) -> Tensor:
+    raise ArithmeticError("no convergence")
+
+
+WRONG = [
+    (of_another_shape, ValueError, r"orthogonalize=of_another_shape returned a torch.float32 tensor of shape \(1, "),
+    (in_half, ValueError, "orthogonalize=in_half returned a torch.bfloat16 tensor"),
+    (nothing, TypeError, "orthogonalize=nothing returned NoneType; return a torch.float32 tensor of shape"),
+    (failing, ArithmeticError, "no convergence"),
+]
+
+
+@pytest.mark.parametrize(("function", "kind", "says"), WRONG)
+@pytest.mark.parametrize("layout", ["1d-1", "fsdp2-2", "1d"])
+def test_a_function_that_returns_something_else_changes_nothing(
+    ranks: RankPool, layout: str, function: Any, kind: type[Exception], says: str
+) -> None:
+    ranks(LAYOUTS[layout].world, refuses, layout, function, kind, says)
+
+
+def refuses(rank: int, world: int, layout: str, function: Any, kind: type[Exception], says: str) -> None:
+    """On all ranks that share matrices: those that own none of a shape hear of it."""
+    laid = lay(layout, build())
+    optimizer = laid.optimizer(orthogonalize=function)
+    laid.backward(0)
+    before = full_state(laid.network)
+    with pytest.raises((kind, RuntimeError), match=f"{says}|cannot take this step"):
+        optimizer.step()
+    assert_equal_weights(full_state(laid.network), before, 0.0)
+
+
+@on_ranks(2)
+def test_ranks_with_other_functions_are_told(rank: int, world: int) -> None:
+    laid = lay("fsdp2-2", build())
+    optimizer = laid.optimizer(orthogonalize=(polar, torch.clone)[rank])
+    laid.backward(0)
+    with pytest.raises(RuntimeError, match="orthogonalize of group 0"):
+        optimizer.step()
+
+
+def test_a_function_is_named_and_stays_with_the_optimizer() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS, orthogonalize=polar)
+    loss_of(model, *batch(0)).backward()
+    optimizer.step()
+    assert {*optimizer.last_step.variants.values()} == {"polar"}
+    saved = optimizer.state_dict()
+    assert "orthogonalize" not in saved["param_groups"][0]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["orthogonalize"] is polar
+    with pytest.raises(TypeError, match="orthogonalize must be a function or None, got 'svd'"):
+        dmuon.Muon(build(), orthogonalize="svd")
+
+
+# -- second moments of rows ------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_one_number_for_each_output_is_state(rank: int, world: int) -> None:
+    model = build()
+    laid = lay("fsdp2-2", model)
+    optimizer = laid.optimizer(**MEMBERS["normuon"])
+    laid.backward(0)
+    optimizer.step()
+    for name, param in laid.network.named_parameters():
+        if is_matrix(name):
+            found = optimizer.state[param]["row_second_moment"]
+            assert found.shape == (len(param), 1) and found.placements == param.placements and found.full_tensor().all()
+    saved = optimizer.state_dict()
+    assert "row_second_moment" in saved["state"][0]
+    plain = laid.optimizer()
+    with pytest.raises(ValueError, match="group 0 has second_moment='row' in the saved optimizer, None in this one"):
+        plain.load_state_dict(saved)
+    optimizer.load_state_dict(plain.state_dict() | {"param_groups": saved["param_groups"]})
+    assert not optimizer.state[param]["row_second_moment"].any() if is_matrix(name) else True
+    optimizer.param_groups[0]["second_moment"] = None
+    with pytest.raises((RuntimeError, ValueError), match="second_moment of group 0 was edited"):
+        optimizer.step()
+
+
+def test_second_moments_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"second_moment must be 'row' \(NorMuon\) or None, got 'element'"):
+        dmuon.Muon(build(), second_moment="element")
+    with pytest.raises(ValueError, match=r"second_moment_beta must be in \[0, 1\), got 1.0"):
+        dmuon.Muon(build(), second_moment="row", second_moment_beta=1.0)
+
+
+@on_ranks(2)
+def test_rows_that_only_a_users_functions_know_are_refused(rank: int, world: int) -> None:
+    weights = Weights()
+    weights.shard(0, (6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
+    gather, redistribute = functions_of_whole_tensors()
+    config = dmuon.DistributedConfig(lambda params, _: {0: 0}, gather, redistribute, {})
+    with pytest.raises(ValueError, match="in a UserRound dmuon does not know where the rows"):
+        weights.optimizer(config, second_moment="row")
+
+
+def test_a_matrix_without_a_gradient_keeps_its_rows() -> None:
+    params = [nn.Parameter(torch.eye(4, 3)), nn.Parameter(torch.eye(4, 3))]
+    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], second_moment="row")
+    for given in (params, params[1:]):
+        optimizer.zero_grad()
+        for param in given:
+            param.grad = torch.ones(4, 3) + torch.eye(4, 3)
+        before = optimizer.state[params[0]]["row_second_moment"].clone()
+        optimizer.step()
+    first, second = (optimizer.state[param]["row_second_moment"] for param in params)
+    assert torch.equal(first, before) and not torch.equal(second, before)
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "nbytes", "key", "options"),
+    [
+        ("momentum, fp32 (default)", "4", "momentum_buffer", {}),
+        ("momentum, bf16", "2", "momentum_buffer", {"momentum_dtype": torch.bfloat16}),
+        ("`row_second_moment` of NorMuon, beside it", "4 / n", "row_second_moment", {"second_moment": "row"}),
+        ("AdamW's two moments, for comparison", "8", "exp_avg", {"exclude": ["blocks.1"]}),
+    ],
+)
+def test_state_has_as_many_bytes_as_the_documentation_says(row: str, nbytes: str, key: str, options: Any) -> None:
+    assert f"| {row} | {nbytes} |" in (Path(__file__).parents[2] / "docs" / "how-to.md").read_text()
+    model = build()
+    optimizer = dmuon.Muon(model, **options)
+    weight = model.blocks[1].up.weight
+    values = [value for name, value in optimizer.state[weight].items() if name.startswith(key)]
+    number, _, inputs = nbytes.partition(" / ")
+    expected = float(number) * weight.numel() / (weight.shape[1] if inputs else 1)
+    assert sum(value.nbytes for value in values) == expected
+
+
+def test_momentum_is_converted_by_a_load() -> None:
+    wide, narrow = (dmuon.Muon(build(), **OPTIONS, momentum_dtype=dtype) for dtype in (None, torch.bfloat16))
+    for param in wide.param_groups[0]["params"]:
+        wide.state[param]["momentum_buffer"].copy_(torch.randn_like(param))
+    saved = wide.state_dict()
+    narrow.load_state_dict(saved)
+    assert narrow.param_groups[0]["momentum_dtype"] is torch.bfloat16
+    again = narrow.state_dict()
+    for i, values in again["state"].items():
+        if "momentum_buffer" in values:
+            assert values["momentum_buffer"].dtype == torch.bfloat16
+            assert torch.equal(values["momentum_buffer"], saved["state"][i]["momentum_buffer"].bfloat16())
+    wide.load_state_dict(again)
+    assert wide.param_groups[0]["momentum_dtype"] is None
+    for i, values in wide.state_dict()["state"].items():
+        if "momentum_buffer" in values:
+            assert values["momentum_buffer"].dtype == torch.float32
+            assert torch.equal(values["momentum_buffer"], again["state"][i]["momentum_buffer"].float())
+    with pytest.raises(ValueError, match=r"momentum_dtype must be torch\.bfloat16 or None"):
+        dmuon.Muon(build(), momentum_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("deviation", "most", "least"), [(0.01, 0.05, 0.04), (0.1, 0.001, 0.0), (1.0, 0.001, 0.0)])
+def test_bf16_momentum_follows_gradients_that_vary(deviation: float, most: float, least: float) -> None:
+    """What docs/how-to.md says of rounding to the nearest."""
+    params = [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
+    groups = [{"params": [param], "use_muon": True} for param in params]
+    groups[1]["momentum_dtype"] = torch.bfloat16
+    optimizer, generator = dmuon.Muon(groups, lr=0.0), torch.Generator().manual_seed(0)
+    off = square = 0.0
+    for step in range(200):
+        params[0].grad = params[1].grad = 1.05 + deviation * torch.randn(64, 64, generator=generator)
+        optimizer.step()
+        exact, found = (optimizer.state[param]["momentum_buffer"].double() for param in params)
+        if step >= 100:
+            off += float((found - exact).mean() / exact.mean()) / 100
+            square += float(((found - exact).norm() / exact.norm()).square()) / 100
+    assert least <= abs(off) <= most
+    assert square**0.5 <= max(0.0075, 1.2 * most)

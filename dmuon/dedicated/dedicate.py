@@ -251,14 +251,7 @@ def _tell(routes: Sequence[Route], plan: OwnerPlan, comm: Comm, weights: str) ->
         return
     if (told := notice(routes)) is not None:
         _log.warning("%s", told)
-    _log.info(
-        "dedicated %s; %d replicas x %d shards x %d tensor-parallel, whole weights %s after forward",
-        plan.summary(),
-        topology.replicas,
-        topology.shards,
-        topology.tensor,
-        weights,
-    )
+    _log.info("dedicated %s; mesh: %s, whole weights %s after forward", plan.summary(), topology.text, weights)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("loads, batches and variants of what was dedicated:\n%s", plan.report())
 

@@ -80,8 +80,8 @@ def tell_first_step(
     others = [group["params"] for group in groups if not group["use_muon"]]
     exchanged = sum(len(group["params"]) for group in groups if group["use_muon"]) - owned - len(alone)
     _log.info(
-        "Muon takes %d parameters that dmuon owns, %d that are exchanged and %d that lie whole on this rank; AdamW "
-        "takes %d%s",
+        "Muon takes %d parameters that dmuon owns, %d that other layouts shard or replicate and %d that no other "
+        "rank is known to have; AdamW takes %d%s",
         owned,
         exchanged,
         sum(alone),
@@ -174,15 +174,15 @@ def _repeated(residencies: Sequence[Residency], rounds: Sequence[Round]) -> Iter
     plain = [p for batch in alone for p in batch.params if not isinstance(p, (DTensor, OwnedTensor))]
     if plain and dist.is_initialized() and dist.get_world_size() > 1:
         yield (
-            f"{len({id(p) for p in plain})} parameters are whole on this rank as far as anyone can tell; if other "
-            "ranks hold copies, all do the same work: pass distributed_config=create_processgroup_config(dp_pg=…)"
+            "wrap the model in DDP, or pass distributed_config=create_processgroup_config(dp_pg=…), if other ranks "
+            f"hold copies of {len({id(p) for p in plain})} parameters: nothing says so, and all ranks do the same work"
         )
     names = [name for residency in residencies for name in residency.repeated()]
     if names:
         yield (
-            f"{_some(list(map(repr, names)))}: lies on some of the ranks only that other parameters lie on; if the "
-            "rest holds copies, which no placement says, all do the same work: make it a DTensor that is Replicate() "
-            "over that dimension of the mesh too"
+            f"{_some(list(map(repr, names)))}: parallelize it too, or make it a DTensor that is Replicate() over the "
+            "missing dimension of the mesh: its mesh has some of the ranks only that other parameters have; if the "
+            "rest holds copies, all do the same work"
         )
 
 

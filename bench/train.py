@@ -1,6 +1,6 @@
 """Trains a small byte-level GPT on local text over local processes, by AdamW, by Muon that gathers, and by dmuon.
 
-`make train` runs this file, in about three minutes on two cores. `--long` trains a larger model for more steps.
+`make train` runs this file, in a few minutes on two idle cores. `--long` trains a larger model for more steps.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 from dmuon.model.config import read_model
 from dmuon.solver import Matrix, Rank, SolveOptions, plan
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology
-from dmuon.tools.simulation.prediction import ERROR, recommend, verdict
+from dmuon.tools.simulation.prediction import ERROR, Way, meshes, recommend, verdict
 from dmuon.tools.simulation.scenario import EFFICIENCY, Scenario, Workload
 from dmuon.tools.simulation.wave_model import wave_costs
 
@@ -41,6 +41,11 @@ def scenario_of(path: Path, grid: Grid, world: int) -> Scenario:
     return Scenario(workload, owners, costs, machine, topology, efficiency=grid.efficiency)
 
 
+def _place(way: Way) -> str:
+    """The mesh, and whether weights are kept."""
+    return way.mesh + (", kept" if way.kept else "")
+
+
 def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
     """Prints a row per model and size, and returns all ways of each."""
     print(f"{'model':<18}{'ranks':>6}{'AdamW ms':>10}{'mesh':>18} {'residency':<10}  over AdamW")
@@ -49,13 +54,12 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
         for world in grid.worlds:
             started = time.perf_counter()
             scenario = scenario_of(path, grid, world)
-            ways = recommend(scenario)
-            adamw = next(way for way in ways if way.residency == "adamw")
-            muon = [way for way in ways if way.residency != "adamw"]
-            taken, overhead = muon[0], muon[0].step_s / adamw.step_s - 1
+            found = recommend(scenario, [*meshes(scenario.topology)])
+            adamw, taken = found.adamw, found.ways[0]
+            overhead = taken.step_s / adamw.step_s - 1
             result = verdict(overhead) if taken.fits else "does not fit"
             print(
-                f"{path.stem:<18}{world:>6}{1e3 * adamw.step_s:>10.1f}{taken.place:>18} "
+                f"{path.stem:<18}{world:>6}{1e3 * adamw.step_s:>10.1f}{_place(taken):>18} "
                 f"{taken.residency:<10}  {result}"
                 f"   ({time.perf_counter() - started:.0f} s)",
                 flush=True,
@@ -68,18 +72,18 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
                     "adamw_fits": adamw.fits,
                     "overhead": overhead,
                     "verdict": result,
-                    "mesh": taken.place,
+                    "mesh": _place(taken),
                     "residency": taken.residency,
-                    "code": taken.code(),
+                    "code": "\n".join(taken.code(found.blocks)),
                     "ways": [
                         {
-                            "mesh": way.place,
+                            "mesh": _place(way),
                             "residency": way.residency,
                             "step_ms": 1e3 * way.step_s,
                             "gib": way.nbytes / 2**30,
                             "fits": way.fits,
                         }
-                        for way in muon
+                        for way in found.ways
                     ],
                 }
             )

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dmuon.comm import waiting
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import Spans, Transport
 from dmuon.layout.topology import GlobalRank, Position
@@ -178,11 +179,13 @@ class Pending:
         """
         works, self._works = self._works, []
         fault: Exception | None = None
+        wait = self._monitor.note_wait(self._what)
         for work in works:
             try:
                 work.wait()
             except Exception as error:  # of whatever kind a back end raises
                 fault = fault or error
+        waiting.end(wait)
         if fault is not None:
             self._monitor.leave(works)  # those that go on
             self._monitor.fail(self._what, fault)
@@ -235,6 +238,7 @@ class Monitor:
     ) -> None:
         """Collective over ``group``, over which ranks vote. Monitors of one group have one journal."""
         self._rank = rank
+        self._ranks = dist.get_process_group_ranks(group)
         self.device = device
         self._asynchronous = asynchronous
         self._journal = _journals.setdefault(group, _Journal())
@@ -294,12 +298,19 @@ class Monitor:
         """Around a blocking collective."""
         if self._journal.broken is not None:
             self._refuse(what)
+        wait = self.note_wait(what)
         try:
             yield
         except (CollectiveError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             self.fail(what, error)
+        finally:
+            waiting.end(wait)
+
+    def note_wait(self, what: str) -> waiting.Wait:
+        """Note that the host waits for a collective, so that the log can say who has not come."""
+        return waiting.begin(what, f"{self.name} {self.step} {what}", self._ranks)
 
     def note(self, lane: str, what: str) -> None:
         """Remember what all ranks do in one order, whether or not it communicates."""

@@ -224,6 +224,12 @@ class Topology:
         pairs = zip(self.coordinates, self.ranks, strict=True)
         object.__setattr__(self, "_ranks_at", {(at.r, at.s, at.t): rank for at, rank in pairs})
 
+    @property
+    def text(self) -> str:
+        """For people."""
+        tensor = f" × tp {self.tensor}" if self.tensor > 1 else ""
+        return f"replicate {self.replicas} × shard {self.shards}{tensor}"
+
     def rank_at(self, r: int, s: int, t: int = 0) -> GlobalRank:
         """The rank at a coordinate."""
         return self._ranks_at[r, s, t]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
@@ -20,7 +23,42 @@ from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round
 from dmuon.step.update import numerics_of
 
+_P = ParamSpec("_P")
+
 _log = logger(__name__)
+
+_LARGE = 0.02  # learning rate of a group: Keller Jordan's default, and more than is usual on AdamW's scale
+_OF_TORCH = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}  # not adjust_lr_fn
+
+
+def tell_scale(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Let the constructor warn of a learning rate that seems to be on the scale of another library's Muon.
+
+    A call is suspected that ``torch.optim.Muon`` would take too, and that names no ``adjust_lr_fn``: a list of matrices
+    and options, or groups with a large learning rate, which are Keller Jordan's.
+    """
+    call = inspect.signature(init)
+
+    @functools.wraps(init)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        init(*args, **kwargs)
+        given = call.bind(*args, **kwargs).arguments
+        params, lr = given["params"], given.get("lr", call.parameters["lr"].default)
+        options = given.keys() - {"self", "params"}
+        if not isinstance(params, list) or not options <= _OF_TORCH or this_rank() != 0:
+            return
+        matrices = all(isinstance(p, Tensor) and not isinstance(p, OwnedTensor) and p.ndim == 2 for p in params)
+        groups = [g for g in params if isinstance(g, Mapping) and g["use_muon"] and "adjust_lr_fn" not in g]
+        large = [rate for g in groups if isinstance(rate := g.get("lr", lr), float) and rate >= _LARGE]
+        if large or (matrices and options):
+            _log.warning(
+                "lr=%s is read on AdamW's scale, which updates a 1024 x 1024 matrix 6.4 times as much as "
+                'torch.optim.Muon and Keller Jordan\'s Muon do: pass adjust_lr_fn="original" to keep their scale, or '
+                'adjust_lr_fn="match_rms_adamw" if this is meant',
+                large[0] if large else lr,
+            )
+
+    return told
 
 
 def tell_first_step(
@@ -42,8 +80,8 @@ def tell_first_step(
     others = [group["params"] for group in groups if not group["use_muon"]]
     exchanged = sum(len(group["params"]) for group in groups if group["use_muon"]) - owned - len(alone)
     _log.info(
-        "Muon takes %d parameters that dmuon owns, %d that are exchanged and %d that lie whole on this rank; AdamW "
-        "takes %d%s",
+        "Muon takes %d parameters that dmuon owns, %d that other layouts shard or replicate and %d that no other "
+        "rank is known to have; AdamW takes %d%s",
         owned,
         exchanged,
         sum(alone),
@@ -136,15 +174,15 @@ def _repeated(residencies: Sequence[Residency], rounds: Sequence[Round]) -> Iter
     plain = [p for batch in alone for p in batch.params if not isinstance(p, (DTensor, OwnedTensor))]
     if plain and dist.is_initialized() and dist.get_world_size() > 1:
         yield (
-            f"{len({id(p) for p in plain})} parameters are whole on this rank as far as anyone can tell; if other "
-            "ranks hold copies, all do the same work: pass distributed_config=create_processgroup_config(dp_pg=…)"
+            "wrap the model in DDP, or pass distributed_config=create_processgroup_config(dp_pg=…), if other ranks "
+            f"hold copies of {len({id(p) for p in plain})} parameters: nothing says so, and all ranks do the same work"
         )
     names = [name for residency in residencies for name in residency.repeated()]
     if names:
         yield (
-            f"{_some(list(map(repr, names)))}: lies on some of the ranks only that other parameters lie on; if the "
-            "rest holds copies, which no placement says, all do the same work: make it a DTensor that is Replicate() "
-            "over that dimension of the mesh too"
+            f"{_some(list(map(repr, names)))}: parallelize it too, or make it a DTensor that is Replicate() over the "
+            "missing dimension of the mesh: its mesh has some of the ranks only that other parameters have; if the "
+            "rest holds copies, all do the same work"
         )
 
 

@@ -215,6 +215,12 @@ def default_group_is_bound() -> bool:
     return dist.distributed_c10d._get_default_group().bound_device_id is not None
 
 
+def default_store() -> Any:
+    """By which the ranks of the default group have found each other."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store
+
+
 def share_random_state(mesh: DeviceMesh) -> None:
     """Let DTensors over ``mesh`` draw random numbers on some of its replicas alone. Collective over ``mesh``, 1-D.
 

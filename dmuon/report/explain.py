@@ -121,7 +121,7 @@ def _tensors(
         elif not param.requires_grad:
             why = f"{'Muon' if taken else 'AdamW'} takes it when it trains"
         elif optimizer is not None and (route is None or route.muon != taken):
-            why = "put there by a group or by select"
+            why = "a group, or select=, says so"
         why = why if param.requires_grad else f"{_FROZEN}; {why}"
         spec = spec_of(param)
         if spec == MatrixSpec() and route is not None:
@@ -156,16 +156,16 @@ def _made_of(param: Tensor, spec: MatrixSpec) -> tuple[str, int]:
     except ValueError:
         return "", 1
     if len(param.shape) == 2 and spec.is_whole and not spec.transposed:
-        return "itself", 1
+        return "one matrix", 1
     return " and ".join(f"{count} of {shape}" for shape, count in shapes.items()), sum(shapes.values())
 
 
 # -- matrices -------------------------------------------------------------------------------------------------------
 
 _HEAD = (
-    "matrix", "count", "shape", "lies", "owner", "batch", "Newton-Schulz", "predicted", "made of", "why",
+    "matrix", "count", "shape", "placement", "owner", "call", "Newton-Schulz", "predicted", "parts", "why",
 )  # fmt: skip
-_LEGEND = ("  batch: number of the batched call among those of its owner, and how many matrices that takes",)
+_LEGEND = ("  call: number of its owner's batched Newton-Schulz call that takes it, and how many matrices that takes.",)
 
 
 def _matrices(tensors: Sequence[_Tensor], rows: Sequence[MatrixRow], max_rows: int | None) -> list[str]:
@@ -232,12 +232,12 @@ def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRo
 
 
 def _batches(rows: Sequence[MatrixRow]) -> str:
-    """``3 (of 4)``; of rows that are told as one, the calls' number and sizes."""
+    """``#3, 4 matrices``; of rows that are told as one, the calls' number and sizes."""
     if len(rows) == 1:
         [row] = rows
         if row.call is None:
             return f"up to {row.batch}" if row.batch else ""
-        return f"{row.call} (of {row.batch})" if row.batch else str(row.call)
+        return f"#{row.call}, {row.batch} matri{'x' if row.batch == 1 else 'ces'}" if row.batch else f"#{row.call}"
     sizes = sorted({row.batch for row in rows if row.batch})
     exact = all(row.call is not None for row in rows)
     return f"{'' if exact else 'up to '}{spans_text(sizes)} each" if sizes else ""
@@ -275,8 +275,11 @@ def _sums(sums: Mapping[GlobalRank, RankSums]) -> list[str]:
         for rank, one in ((rank, sums[rank]) for rank in shown)
     ]
     left = [f"  … and {len(sums) - len(shown)} more, which own as much as these or something in between"]
-    head = ("sums", "matrices", "elements", "predicted")
+    head = ("rank", "matrices", "elements", "predicted")
     return ["", "per rank", *table([head, *rows]), *(left if len(sums) > len(shown) else [])]
+
+
+_PURPOSES = {"fill": "unshard", "publish": "to other replicas"}
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------
@@ -288,18 +291,19 @@ def _runtime(runtime: Runtime) -> list[str]:
     memory, traffic = expected_memory(runtime), expected_traffic(runtime)
     topology = runtime.comm.topology
     sent = "; ".join(
-        f"{purpose} {calls} calls, {mib(traffic.nbytes[purpose])}" for purpose, calls in traffic.calls.items()
+        f"{_PURPOSES.get(purpose, purpose)} {calls} calls, {mib(traffic.nbytes[purpose])}"
+        for purpose, calls in traffic.calls.items()
     )
     return [
-        f"owned weights: {len({b.name for b in runtime.buffers})} blocks, "
+        f"dedicated weights: {len({b.name for b in runtime.buffers})} blocks, "
         f"forward in {_unique(e.full.dtype for e in entries)}, "
         f"masters in {_unique(e.master.dtype for e in entries)}, "
         f"gradients reduced in {_unique(b.reduce_dtype for b in runtime.buffers)}, "
         f"{'kept' if any(buffer.keep for buffer in runtime.buffers) else 'freed'} after forward",
-        f"ranks: {topology.replicas} replicas x {topology.shards} shards"
-        + (f" x {topology.tensor} tensor-parallel" if topology.tensor > 1 else ""),
-        f"this rank holds: masters {mib(memory.masters)}, momentum as much, gradients as much, stand-ins "
-        f"{mib(memory.standins)}, kept buffers {mib(memory.kept)}, largest buffer {mib(memory.largest)}",
+        f"mesh: {topology.text}",
+        f"this rank holds: fp32 masters {mib(memory.masters)}, momentum as much, gradients as much, copies for "
+        f"its replica {mib(memory.standins)}, weights kept unsharded {mib(memory.kept)}, the largest block unsharded "
+        f"{mib(memory.largest)}",
         f"this rank sends in a step of one micro-batch: {sent or 'nothing'}",
     ]
 

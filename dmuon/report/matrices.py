@@ -279,7 +279,7 @@ def _lies(batch: Batch, *, whole: bool) -> str:
 
 
 def _placed(param: Tensor) -> str:
-    return ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else "plain"
+    return ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else "replicated"
 
 
 def _ranks(ranks: Sequence[GlobalRank]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -14,11 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.jobs import run_ranks
+from harness.network import loss_of
+from harness.on_ranks import on_ranks
 from harness.pool import RankPool
-from harness.toy import build
+from harness.toy import OPTIONS, batch, build
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dmuon
+from dmuon.comm import waiting
 from dmuon.comm.agreement import run_awaited
 from dmuon.planning import agreed_plan, cost_lookup
 
@@ -133,3 +138,31 @@ def test_an_interrupt_of_dedicate_params_ends_every_rank_with_a_named_error(wher
     assert last and f"CollectiveError: rank {1 - victim}" in last[-1], other.text
     assert ends[0].code and ends[1].code
     assert other.seconds < SPARE + 10.0
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int) -> None:
+    """Of a step that one rank takes alone, until the other comes after all; quick waits say nothing."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dmuon.comm").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_watcher", None), ("_SECONDS", 1.0), ("_POLL_SECONDS", 0.2)):
+            patch.setattr(waiting, name, value)
+        model = build()
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        for step in range(2):
+            loss_of(model, *batch(step)).backward()
+            if step == 1 and rank == 1:
+                time.sleep(4)
+            optimizer.step()
+    logging.getLogger("dmuon.comm").removeHandler(handler)
+    told = [line for line in heard if "has waited for" in line]
+    if rank == 0:
+        assert len(told) == 1 and "vote before step()" in told[0]
+        assert "ranks 1 do not wait for it too: let every rank come there" in told[0]
+    else:
+        assert not told
+    assert not waiting._waits

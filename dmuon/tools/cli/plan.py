@@ -34,6 +34,7 @@ from dmuon.tools.cli.arguments import (
     BadArgument,
     Parser,
     count,
+    fitted,
     number,
     positive,
     removed,
@@ -43,7 +44,7 @@ from dmuon.tools.cli.arguments import (
 )
 from dmuon.tools.cli.figures import draw_plan
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, hardware
-from dmuon.tools.simulation.prediction import recommend, recommendation, report
+from dmuon.tools.simulation.prediction import meshes, recommend, report
 from dmuon.tools.simulation.scenario import EFFICIENCY, Scenario, Workload
 from dmuon.tools.simulation.step import step_s
 from dmuon.tools.simulation.wave_model import describe, wave_costs
@@ -110,24 +111,29 @@ def _run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     result = question.solve(question.options)
     seconds = time.perf_counter() - started
-    lines = [
-        f"costs: {question.costs.source}",
-        result.report(),
-        _memory(question, result),
-        f"planned in {seconds:.2f} s",
-    ]
+    lines: list[str] = []
+    if question.workload is None:
+        lines += [_UNPREDICTED]
+    else:
+        scenario = question.scenario(result)
+        found = recommend(scenario, [*meshes(scenario.topology)] if arguments.recommend else [scenario.topology])
+        lines += [*found.answer(), "", report(scenario)]
+        if arguments.recommend:
+            lines += ["", *found.table()]
+    if arguments.verbose or question.workload is None:
+        lines += [
+            "",
+            f"costs: {question.costs.source}",
+            result.report(),
+            _memory(question, result),
+            f"planned in {seconds:.2f} s",
+        ]
     if arguments.owners:
         lines += ["", *_owners(result)]
     if arguments.compare:
         lines += ["", _compare(question, result, arguments.compare)]
-    if question.workload is None:
-        lines += ["", _UNPREDICTED]
-    else:
-        scenario = question.scenario(result)
-        lines += ["", report(scenario)]
-        if arguments.recommend:
-            lines += ["", recommendation(recommend(scenario))]
-    print("\n".join(lines), flush=True)  # before anything is written: a full disk must not cost the report
+    # Before anything is written: a full disk must not cost the report.
+    print(fitted("\n".join(lines).strip("\n")), flush=True)
     if arguments.png is not None:
         save_png(draw_plan(result, f"{arguments.model} over {question.topology.world} ranks"), arguments.png)
         print(f"wrote {arguments.png}")
@@ -138,7 +144,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="dmuon-plan", description=__doc__)
+    parser = Parser("dmuon-plan", __doc__ or "")
     parser.add_argument("model", metavar="MODEL.json", help="a model's config.json, or the folder that holds it")
     grid = parser.add_argument_group("ranks")
     grid.add_argument("--world", type=count, required=True, metavar="N", help="number of ranks")
@@ -186,11 +192,12 @@ def _parser() -> Parser:
         help=f"of forward and backward, part of the peak (default: {EFFICIENCY})",
     )
     out = parser.add_argument_group("output")
-    out.add_argument("--recommend", action="store_true", help="compare meshes and residencies, and say which")
+    out.add_argument("--recommend", action="store_true", help="also try other meshes, and compare all")
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")
     out.add_argument("--png", type=Path, metavar="PATH", help="draw loads per rank and the spread of the blocks")
     out.add_argument("--owners", action="store_true", help="list the owner of every matrix")
     out.add_argument("--compare", type=subset(_COMPARE), default=(), metavar="LIST", help=f"of {','.join(_COMPARE)}")
+    out.add_argument("--verbose", action="store_true", help="the solver's report too: loads, proof, batches, memory")
     for flag, instead in _REMOVED.items():
         parser.add_argument(flag, type=removed(instead), help=argparse.SUPPRESS)
     return parser

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -13,46 +14,59 @@ from dmuon.tools.simulation.step import Program, newton_schulz_s, owned_elements
 
 # Of an overhead: root mean square over published cases, each predicted by terms that are fitted to the others.
 ERROR = 0.037
-_ROWS: tuple[tuple[str, Program, bool], ...] = (
-    ("dedicated", "dedicated", False),
-    ("dedicated keep", "dedicated", True),
-    ("exchanged", "exchanged", False),
-    ("gather", "gather", False),
-    ("adamw", "adamw", False),
+_NAMES: dict[Program, str] = {
+    "dedicated": "dedicate_params",
+    "exchanged": "dmuon.Muon alone",
+    "gather": "Muon, gathered everywhere",
+    "adamw": "AdamW",
+}
+_KEPT = ", no reshard"
+_ROWS: tuple[tuple[Program, bool], ...] = (
+    ("exchanged", False), ("exchanged", True), ("dedicated", False), ("dedicated", True), ("gather", False),
+    ("adamw", False), ("adamw", True),
+)  # fmt: skip
+_LEGEND = (
+    "dmuon.Muon alone: on what FSDP2 sharded. dedicate_params: dmuon places whole matrices on owners.",
+    "no reshard: whole weights stay from forward to backward (reshard_after_forward=False).",
 )
 
 
 def verdict(overhead: float) -> str:
-    """An overhead with its error, or that there is none which could be told from 0.
+    """An overhead with its error, and whether it is equal to none within that.
 
     Args:
         overhead: of one predicted step over another, less 1.
     """
-    return "equal" if abs(overhead) < ERROR else f"{overhead:+.1%} ± {ERROR:.1%}"
+    return f"{overhead:+.1%} ± {ERROR:.1%}" + (" (equal)" if abs(overhead) < ERROR else "")
 
 
 def report(scenario: Scenario) -> str:
     """Where the step of each program goes, as text for people."""
-    topology, costs = scenario.topology, scenario.costs
+    topology, costs, device = scenario.topology, scenario.costs, scenario.hardware.device
     shapes = {m.shape for m in scenario.plan.matrices}
     guessed = len(shapes & set(costs.estimated))
     lines = [
-        f"predicted step, {topology.world} × {scenario.hardware.device.name}, {_plural(topology.nodes, 'node')} "
-        f"(replicate {topology.replicate} × shard {topology.shard} × tp {topology.tp}), "
-        f"{scenario.workload.tokens:,} tokens per rank, forward and backward at "
-        f"{scenario.efficiency:.0%} of the peak; Newton–Schulz costs "
+        f"one step on {topology.world} × {device.name}, {_plural(topology.nodes, 'node')} "
+        f"(replicate {topology.replicate} × shard {topology.shard} × tp {topology.tp}), predicted:",
+        f"{scenario.workload.tokens:,} tokens per rank; forward and backward at {scenario.efficiency:.0%} of the peak",
+        "Newton–Schulz costs "
         + (f"estimated for {guessed} of {_plural(len(shapes), 'shape')}" if guessed else "measured"),
-        f"{'program':<16}{'step ms':>10}{'fwd+bwd':>10}{'NS':>9}{'exposed':>9}{'vs AdamW':>16}{'vs gather':>11}",
+        "",
+        f"{'':<28}{'step ms':>9}{'fwd+bwd':>9}{'NS':>8}{'exposed':>9}{'over AdamW':>23}{'gathered':>10}",
     ]
-    adamw, gather = step_s("adamw", scenario), step_s("gather", scenario)
+    adamw = min(step_s("adamw", replace(scenario, kept=kept)) for kept in (False, True))
+    gather = step_s("gather", scenario)
     computes = scenario.workload.flops / scenario.flops_per_s
-    for name, program, kept in _ROWS:
+    for program, kept in _ROWS:
         step, ns = step_s(program, replace(scenario, kept=kept)), newton_schulz_s(program, scenario)
         overhead = "" if program == "adamw" else verdict(step / adamw - 1)
         lines.append(
-            f"{name:<16}{1e3 * step:>10.2f}{1e3 * computes:>10.2f}{1e3 * ns:>9.2f}{1e3 * (step - computes - ns):>9.2f}"
-            f"{overhead:>16}{gather / step:>10.2f}×"
+            f"{_NAMES[program] + _KEPT * kept:<28}{1e3 * step:>9.2f}{1e3 * computes:>9.2f}{1e3 * ns:>8.2f}"
+            f"{1e3 * (step - computes - ns):>9.2f}{overhead:>23}{gather / step:>9.2f}×"
         )
+    lines += ["", *_LEGEND]
+    lines.append("NS: Newton–Schulz of the slowest rank. exposed: the rest of the step, mostly communication.")
+    lines.append("gathered: the step of Muon that gathers every matrix on every rank, over this one.")
     lines.append(f"± {ERROR:.1%} is how far predictions were off from steps that others published; less is equal")
     if topology.tp > 1:
         lines.append("left out are activations on their way by tensor parallelism: all steps take longer")
@@ -89,12 +103,19 @@ class Way:
     fits: bool
 
     @property
-    def place(self) -> str:
-        """The mesh, and whether weights are kept."""
-        return f"{self.topology.replicate} × {self.topology.shard}" + (", kept" if self.kept else "")
+    def mesh(self) -> str:
+        return f"{self.topology.replicate} × {self.topology.shard}"
 
-    def code(self) -> str:
-        """What to write."""
+    @property
+    def name(self) -> str:
+        return _NAMES[self.residency] + _KEPT * self.kept
+
+    def code(self, blocks: Iterable[str] = ()) -> list[str]:
+        """Lines to paste.
+
+        Args:
+            blocks: names of the model's blocks, such as ``model.layers.0``.
+        """
         t = self.topology
         named = {"replicate": t.replicate, "shard": t.shard}
         data = tuple(name for name, size in named.items() if size > 1) or ("shard",)
@@ -105,54 +126,95 @@ class Way:
             mesh += f"[{', '.join(map(repr, data))}]"
         mesh = mesh.replace("'", '"')
         kept = ", reshard_after_forward=False" if self.kept else ""
-        if self.residency == "exchanged":
-            sharded = f"[fully_shard(part, mesh=mesh{kept}) for part in (*model.blocks, model)]"
-            return f"mesh = {mesh}; {sharded}; optimizer = dmuon.Muon(model)"
-        return f"mesh = {mesh}; dmuon.dedicate_params(model, mesh{kept})"
+        lines, shard = [f"mesh = {mesh}"], "fully_shard"
+        if self.residency == "dedicated":
+            lines.append(f"dmuon.dedicate_params(model, mesh{kept})")
+            shard = "dmuon.fully_shard"
+        for stack in _stacks(blocks):
+            lines += [f"for block in model.{stack}:", f"    {shard}(block, mesh=mesh{kept})"]
+        lines += [f"{shard}(model, mesh=mesh{kept})"]
+        return [*lines, "optimizer = dmuon.Muon(model, lr=3e-4)  # the learning rate of your AdamW"]
 
 
-def recommend(scenario: Scenario) -> list[Way]:
-    """Predict every mesh of whole nodes, all residencies, and weights kept or not: what fits first, and the fastest.
+def _stacks(blocks: Iterable[str]) -> list[str]:
+    """Attributes of a model that hold its blocks; ``blocks`` where names are no attributes."""
+    found = dict.fromkeys(re.sub(r"\.\d+$", "", block) for block in blocks)
+    named = [stack for stack in found if all(part.isidentifier() for part in stack.split("."))]
+    return named if named and len(named) == len(found) else ["blocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """All ways, those that fit first and then the fastest, of which the first is the one to take.
+
+    Attributes:
+        adamw: AdamW on the mesh that suits it best, of those that fit.
+        blocks: names of the model's blocks.
+    """
+
+    ways: tuple[Way, ...]
+    adamw: Way
+    blocks: tuple[str, ...]
+
+    def answer(self) -> list[str]:
+        """What to take, what it holds, what a step takes, and lines to paste."""
+        taken, adamw = self.ways[0], self.adamw
+        if not taken.fits:
+            return ["none of them fits into the memory of a device: add ranks or --tp"]
+        overhead = verdict(taken.step_s / adamw.step_s - 1)
+        lines = [
+            f"take:  {taken.name}, on a mesh of {taken.mesh} ranks (replicas × shards)",
+            f"holds: {taken.nbytes / _GIB:.1f} GiB a rank, against {adamw.nbytes / _GIB:.1f} of AdamW"
+            f"{_KEPT * adamw.kept}, on {adamw.mesh}" + ("" if adamw.fits else ", which does not fit"),
+            f"step:  {1e3 * taken.step_s:.1f} ms, {overhead} over AdamW's {1e3 * adamw.step_s:.1f}",
+        ]
+        equal = [way for way in self.ways if way.fits and way.step_s / taken.step_s - 1 < ERROR]
+        least = min(equal, key=lambda way: way.nbytes)
+        if least.nbytes < taken.nbytes:
+            lines.append(
+                f"       (equal within the error, with least memory: {least.name}, on {least.mesh}, "
+                f"{least.nbytes / _GIB:.1f} GiB)"
+            )
+        return [*lines, "", *(f"    {line}" for line in taken.code(self.blocks))]
+
+    def table(self) -> list[str]:
+        """All ways, as text for people."""
+        lines = [
+            "all ways, fastest first; < is taken:",
+            "",
+            f"{'mesh':>10}  {'':<28} {'step ms':>9} {'over AdamW':>23} {'GiB':>6}",
+        ]
+        for way in self.ways:
+            mark = " no fit" if not way.fits else " <" if way is self.ways[0] else ""
+            lines.append(
+                f"{way.mesh:>10}  {way.name:<28} {1e3 * way.step_s:>9.1f} "
+                f"{verdict(way.step_s / self.adamw.step_s - 1):>23} {way.nbytes / _GIB:>6.1f}{mark}"
+            )
+        return [
+            *lines,
+            "",
+            *_LEGEND,
+            "GiB: weights, gradients, optimizer state and buffers of a rank, without activations.",
+        ]
+
+
+def recommend(scenario: Scenario, tried: Sequence[Topology]) -> Recommendation:
+    """Predict all residencies on some meshes, with weights kept or not.
 
     Args:
         scenario: on any mesh; its plan is kept, for it does not depend on the mesh.
     """
     ways: list[Way] = []
     residencies: tuple[Residency, ...] = ("dedicated", "exchanged", "adamw")
-    for topology, kept, residency in product(meshes(scenario.topology), (False, True), residencies):
+    for topology, kept, residency in product(tried, (False, True), residencies):
         one = replace(scenario, topology=topology, kept=kept)
         nbytes = held_bytes(residency, one)
         fits = nbytes <= _ROOM * scenario.hardware.device.memory
         ways.append(Way(topology, residency, kept, step_s(residency, one), nbytes, fits))
-    return sorted(ways, key=lambda way: (not way.fits, way.step_s))
-
-
-def recommendation(ways: Sequence[Way]) -> str:
-    """The table of alternatives over the best AdamW, why the first is taken, and the line to paste, for people."""
+    ways.sort(key=lambda way: (not way.fits, way.step_s))
     adamw = next(way for way in ways if way.residency == "adamw")
-    muon = [way for way in ways if way.residency != "adamw"]
-    taken = muon[0]
-    best = "the best AdamW" if adamw.fits else "AdamW, as none of it fits,"
-    lines = [
-        f"ways to train, predicted; over {best} ({adamw.place}: {1e3 * adamw.step_s:.1f} ms), ± {ERROR:.1%}:",
-        f"{'mesh':>18} {'residency':<10} {'step ms':>9} {'over AdamW':>16} {'GiB':>7}",
-    ]
-    for way in muon:
-        mark = " <" if way is taken else "" if way.fits else "  does not fit"
-        lines.append(
-            f"{way.place:>18} {way.residency:<10} {1e3 * way.step_s:>9.1f} "
-            f"{verdict(way.step_s / adamw.step_s - 1):>16} {way.nbytes / _GIB:>7.1f}{mark}"
-        )
-    if not taken.fits:
-        return "\n".join([*lines, "none of them fits into the memory of a device: add ranks or --tp"])
-    equal = [way for way in muon if way.fits and way.step_s / taken.step_s - 1 < ERROR]
-    least = min(equal, key=lambda way: way.nbytes)
-    why = (
-        f"it fits, and {len(equal) - 1} more are equal to it within the error of the prediction; of all these "
-        f"{least.residency} {least.place} holds least"
-    )
-    why = why if len(equal) > 1 else "it is the fastest that fits"
-    return "\n".join([*lines, f"recommended, because {why}:", f"    {taken.code()}"])
+    muon = tuple(way for way in ways if way.residency != "adamw")
+    return Recommendation(muon, adamw, tuple(block.name for block in scenario.workload.blocks))
 
 
 def meshes(given: Topology) -> Iterator[Topology]:

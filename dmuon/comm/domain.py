@@ -122,7 +122,8 @@ class AllToAll:
             if i in rows and last is not None and (last.number, last.end) == (number, begin):
                 last.end += count
             else:
-                self.sends.append(_Send(number, begin, begin + count, piece.numel, _cut_between(own, piece)))
+                cut = _cut_between(own, piece, routes[i])
+                self.sends.append(_Send(number, begin, begin + count, piece.numel, cut))
         self.lengths = [(send.end - send.begin) * send.numel for send in self.sends]
 
     def _plan_wants(self, routes: Sequence[Route], here: Position, rows: Mapping[int, tuple[int, int]]) -> None:
@@ -138,7 +139,7 @@ class AllToAll:
             if i not in rows:
                 parts = {sender: _Part(route.piece(sender, here), route.count) for sender in route.senders}
                 if here in parts:
-                    parts[here].cut = _cut_between(route.senders[here], parts[here].piece)
+                    parts[here].cut = _cut_between(route.senders[here], parts[here].piece, route)
                 piece = route.receivers[here]
                 is_one = [part.piece for part in parts.values()] == [piece]
                 wanted[i] = _Wanted((route.count, *piece.shape), parts, is_one, route.layout.split_dim)
@@ -164,14 +165,18 @@ _Block = tuple[tuple[slice, ...], tuple[slice, ...]]  # in a piece, and in the w
 
 
 class _Cut:
-    """Part of each of some matrices: where it is one block, the ``index`` of a view of it."""
+    """Part of each of some matrices, or of each as one row: where it is one block, a view of it."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.shape, self.blocks = piece.shape, _blocks(piece)
+    def __init__(self, piece: Piece, *, flat: bool) -> None:
+        self.shape, self.blocks, self._flat = piece.shape, _blocks(piece), flat
         self.index = self.blocks[0][1] if len(self.blocks) == 1 else None
 
-    def copied(self, tensor: Tensor) -> Tensor:
-        """``(count, …)``, of several blocks or none."""
+    def taken(self, tensor: Tensor) -> Tensor:
+        """``(count, …)``."""
+        if self._flat:
+            tensor = tensor.reshape(len(tensor), 1, -1)
+        if self.index is not None:
+            return tensor[self.index]
         part = tensor.new_empty((len(tensor), *self.shape))
         for block, of_whole in self.blocks:
             part[block] = tensor[of_whole]
@@ -208,9 +213,9 @@ class _Wanted:
     split_dim: int | None
 
 
-def _cut_between(source: Piece, piece: Piece) -> _Cut | None:
+def _cut_between(source: Piece, piece: Piece, route: Route) -> _Cut | None:
     """What ``source`` has is the same, for which nothing is to do, or the whole."""
-    return None if piece == source else _Cut(piece)
+    return None if piece == source else _Cut(piece, flat=route.layout.flat)
 
 
 def _blocks(piece: Piece) -> list[_Block]:
@@ -250,7 +255,7 @@ class Redistribution:
             if len(part) != send.end - send.begin:
                 part = part[send.begin : send.end]
             if cut is not None:
-                part = cut.copied(part) if cut.index is None else part[cut.index]
+                part = cut.taken(part)
             parts.append(part)
             slots.append(slot.view(part.shape))
         if parts:
@@ -278,12 +283,11 @@ class Redistribution:
                 elif part.cut is None:
                     parts.append(kept[number])
                 else:
-                    index = part.cut.index
-                    parts.append(part.cut.copied(kept[number]) if index is None else kept[number][index])
+                    parts.append(part.cut.taken(kept[number]))
             if wanted.is_one:
                 found[number] = parts[0]
             elif parts and wanted.split_dim is not None:  # one kernel instead of one a piece
-                found[number] = torch.cat(parts, wanted.split_dim + 1)
+                found[number] = torch.cat(parts, wanted.split_dim + 1).view(wanted.shape)  # of flat parts, one row
             else:
                 found[number] = whole = self._like.new_empty(wanted.shape)
                 for part, tensor in zip(wanted.parts.values(), parts, strict=True):

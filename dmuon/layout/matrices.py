@@ -5,15 +5,16 @@ And matrices that lie alike and have one owner: who sends what to the owner, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from math import prod
 
 import torch
 from torch import Tensor
 
-from dmuon.layout.shards import Piece, Run, Runs, ShardLayout, cells, joined
+from dmuon.layout.shards import Piece, Run, Runs, ShardLayout, cells, flat_piece, joined
 from dmuon.layout.topology import Position, positions
 from dmuon.model.matrix_spec import MatrixSpec
 
@@ -201,6 +202,7 @@ class Region:
         dim: of the stack, 1 or 2: along which ``runs`` go.
         runs: local indices.
         offset: in a flat local tensor, where the stack begins.
+        is_all: the tensor is one matrix, of which a flat shard is here.
     """
 
     stack: tuple[int, int, int]
@@ -208,6 +210,7 @@ class Region:
     dim: int
     runs: Runs
     offset: int = 0
+    is_all: bool = False
 
     @property
     def count(self) -> int:
@@ -317,6 +320,8 @@ def shares(layout: ShardLayout, spec: MatrixSpec) -> tuple[Share, ...]:
     Raises:
         ValueError: the tensor has another shape than ``spec`` says, or is cut along a dimension of a kernel.
     """
+    if layout.flat:
+        return tuple(_flat_shares(layout, spec))
     stacked = _stacked(layout, spec)
     axis = spec.dim - 1
     result = []
@@ -332,6 +337,25 @@ def shares(layout: ShardLayout, spec: MatrixSpec) -> tuple[Share, ...]:
             local = {holder: runs for holder, (_, runs) in zip(cell.holders, cut, strict=True)}
             result.append(Share(part, cell.start, cell.stop, Spread(of_matrix, cell.holders), local))
     return tuple(result)
+
+
+def _flat_shares(layout: ShardLayout, spec: MatrixSpec) -> Iterator[Share]:
+    """Each matrix on its own. Ranks without an element of it hold it too, and may own it."""
+    e, m, n = spec.matrix_shape(layout.shape)
+    holders = positions(len(layout.pieces))
+    for number, (part, runs) in product(range(e), enumerate(spec.runs((e, m, n)[spec.dim]))):
+        length = sum(stop - start for start, stop in runs)
+        if spec.transposed:
+            rows = range(number * m * n, (number + 1) * m * n, n)
+            shape, wanted = (m, length), joined((row + start, row + stop) for row in rows for start, stop in runs)
+        else:
+            first = number * m
+            shape, wanted = (length, n), tuple(((first + start) * n, (first + stop) * n) for start, stop in runs)
+        cut = [_within(piece.runs[1], wanted) for piece in layout.pieces]
+        pieces = tuple(flat_piece(of_matrix) for of_matrix, _ in cut)
+        local = {holder: held for holder, (_, held) in zip(holders, cut, strict=True)}
+        spread = Spread(ShardLayout(shape, pieces, layout.replicas, flat=True), holders)
+        yield Share(part, number, number + 1, spread, local)
 
 
 @lru_cache(maxsize=1024)

@@ -16,9 +16,11 @@ from torch import Tensor
 from dmuon.dedicated.dedication import Dedicated
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
+from dmuon.exchanged.generators import recipe_of
 from dmuon.kernels import Storage
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Exclude, Select
+from dmuon.optimizer.flat_shards import fault_of_flat
 from dmuon.optimizer.groups import (
     as_group,
     carry_over,
@@ -248,7 +250,9 @@ class Muon(torch.optim.Optimizer):
             for group in routed_groups(param_group):
                 for name, value in (self._origin.muon if group["use_muon"] else self._origin.adamw).items():
                     group.setdefault(name, value)
-                check_group(group, shards=self._origin.config is not None)
+                config = self._origin.config
+                own = config is not None and recipe_of(config) is None
+                check_group(group, shards=config is not None, flat=own)
                 super().add_param_group(as_group(group))
             if self._built:
                 self._lay_out("a group was added")
@@ -359,7 +363,7 @@ class Muon(torch.optim.Optimizer):
         try:
             adamw_updates = self._check()
         except Exception as error:  # ranks that share matrices with this one must hear of it
-            fault = error
+            fault = fault_of_flat(p for group in self.param_groups for p in group["params"]) or error
         present = self._present(fault)
         # From here on nothing is refused.
         if not self._steps:

@@ -1,4 +1,4 @@
-# `make train`, `make test`: each sets up .venv first. PIP_ARGS reaches pip, ARGS the training run.
+# `make train`, `make test`: each sets up .venv first. PIP_ARGS reaches pip, ARGS the training run, as ARGS=--long does.
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
@@ -9,8 +9,11 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "dmuon needs Python >= 3.10")'
+	@echo "Installing PyTorch, dmuon and its tests into $(VENV): one to a few minutes, about 3 GB with CUDA packages."
+	@echo 'On a machine without a GPU: make setup PIP_ARGS="--extra-index-url URL of CPU builds", about 200 MB.'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[test,bench]'
+	@echo "Done: source $(VENV)/bin/activate, then make train, make test, or torchrun --nproc-per-node 2 --no-python dmuon-check"
 	touch $@
 
 train: $(STAMP)

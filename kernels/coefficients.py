@@ -164,7 +164,8 @@ def coefficient_sequence(coefficients: str | Sequence[float] | Sequence[Sequence
                 )
             return SQUARES
         raise ValueError(
-            f"coefficients={coefficients!r} is no preset; use one of {', '.join(PRESETS)} or (a, b, c) values"
+            f"coefficients={coefficients!r} is no preset; use one of {', '.join(PRESETS)} or (a, b, c) values "
+            "('classic' is that of torch and Keller Jordan, 'you' Megatron's quintic)"
         )
     sequence = _explicit(coefficients) if isinstance(coefficients, Sequence) else None
     if sequence is None:

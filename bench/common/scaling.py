@@ -77,7 +77,7 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
                     "equal": len(found.equal),
                     "mesh": taken.place,
                     "residency": taken.residency,
-                    "code": taken.code(),
+                    "code": "\n".join(taken.code(found.blocks)),
                     "ways": [
                         {
                             "mesh": way.place,

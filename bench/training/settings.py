@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.model import GPTConfig
+from training.model import VOCABULARY, GPTConfig
 
-OPTIMIZERS = ("adamw", "dmuon")
+OPTIMIZERS = {  # by name, what the table says
+    "adamw": "FSDP2 + AdamW",
+    "gather": "FSDP2 + Muon, gathered everywhere",
+    "dmuon": "FSDP2 + dmuon.Muon",
+    "dedicated": "dmuon.dedicate_params + dmuon.Muon",
+}
 DTYPES = ("float32", "bfloat16")
 
 
@@ -32,6 +37,12 @@ class Settings:
     @property
     def model(self) -> GPTConfig:
         return GPTConfig(self.layers, self.width, self.heads, self.context)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Parameters, and tokens that all ranks together see in a step."""
+        blocks = self.layers * (4 * self.width**2 + 3 * self.width * self.model.hidden)
+        return blocks + 2 * VOCABULARY * self.width, self.world * self.batch * self.context
 
 
 @dataclass(frozen=True, slots=True)

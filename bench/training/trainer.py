@@ -1,14 +1,15 @@
-"""One rank's training: the two strategies, the loop, and stock distributed checkpoints."""
+"""One rank's training: the strategies, the loop, and stock distributed checkpoints."""
 
 from __future__ import annotations
 
 import math
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,12 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
+import dmuon
 from training import report
 from training.data import EVALUATION_WINDOWS, load_corpus
+from training.gather import GatherMuon
 from training.model import GPT
 from training.settings import Job, Settings
-
-if TYPE_CHECKING:
-    from dmuon import OwnerPlan
 
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
@@ -40,10 +40,10 @@ PLAN = "plan.json"  # in the folder of a checkpoint, which is renamed as a whole
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A strategy's optimizer, and its plan where it has owners."""
+    """A strategy's optimizers, and its plan where it is kept with a checkpoint."""
 
-    optimizer: torch.optim.Optimizer
-    plan: OwnerPlan | None = None
+    optimizers: list[torch.optim.Optimizer]
+    plan: dmuon.OwnerPlan | None = None
 
 
 def sharded(fully_shard: Callable[..., object], model: GPT, **options: Any) -> GPT:
@@ -67,28 +67,44 @@ def adamw(params: Iterable[Tensor], lr: float, weight_decay: float = 0.1) -> tor
 def build_adamw(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
     """FSDP2 with torch's fused AdamW."""
     sharded(fully_shard, model, mesh=mesh, mp_policy=mixed_precision(settings))
-    return Built(adamw(model.parameters(), settings.lr_adamw, settings.weight_decay))
+    return Built([adamw(model.parameters(), settings.lr_adamw, settings.weight_decay)])
+
+
+def build_gather(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
+    """FSDP2 with Muon that gathers block matrices on every rank, and AdamW as above for everything else."""
+    sharded(fully_shard, model, mesh=mesh, mp_policy=mixed_precision(settings))
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if all(p is not q for q in matrices)]
+    muon = GatherMuon(matrices, settings.lr_dmuon, settings.weight_decay)
+    return Built([muon, adamw(rest, settings.lr_adamw, settings.weight_decay)])
 
 
 def build_dmuon(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
-    """FSDP2 with dmuon: block matrices on their owners with Muon, everything else AdamW as above.
+    """FSDP2 with dmuon's optimizer: one line of the program above."""
+    sharded(fully_shard, model, mesh=mesh, mp_policy=mixed_precision(settings))
+    return Built([muon(model, settings)])
+
+
+def build_dedicated(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
+    """A model that dmuon lays out: block matrices on their owners, everything else sharded by FSDP2.
 
     A run that goes on from a checkpoint keeps that run's owners: another plan would batch otherwise, which moves the
     last bits.
     """
-    import dmuon
-
     policy = mixed_precision(settings)
     plan = dmuon.dedicate_params(model, mesh, mp_policy=policy, plan=checkpoint / PLAN if checkpoint else None)
     sharded(dmuon.fully_shard, model, mesh=mesh, mp_policy=policy)
-    optimizer = dmuon.Muon(
+    return Built([muon(model, settings)], plan)
+
+
+def muon(model: GPT, settings: Settings) -> dmuon.Muon:
+    return dmuon.Muon(
         model,
         lr=settings.lr_dmuon,
         weight_decay=settings.weight_decay,
         adamw_lr=settings.lr_adamw,
         adamw_betas=BETAS,
     )
-    return Built(optimizer, plan)
 
 
 def mixed_precision(settings: Settings) -> MixedPrecisionPolicy:
@@ -98,7 +114,9 @@ def mixed_precision(settings: Settings) -> MixedPrecisionPolicy:
 
 STRATEGIES: dict[str, Callable[[GPT, DeviceMesh, Settings, Path | None], Built]] = {
     "adamw": build_adamw,
+    "gather": build_gather,
     "dmuon": build_dmuon,
+    "dedicated": build_dedicated,
 }
 
 
@@ -118,23 +136,24 @@ class Trainer:
         self.rank, self.settings, self.job = rank, settings, job
         self.device = torch.device(settings.device, rank if settings.device == "cuda" else None)
         self.corpus = load_corpus(Path(settings.data) if settings.data else None, settings.context)
+        self._memory_before = _peak_bytes(self.device)
         torch.manual_seed(job.seed)
         self.model = GPT(settings.model).to(self.device)
         mesh = init_device_mesh(settings.device, (settings.world,))
         self.built = STRATEGIES[job.optimizer](self.model, mesh, settings, job.resume_from)
-        self.optimizer = self.built.optimizer
-        self.scheduler = LambdaLR(self.optimizer, lambda step: lr_factor(step, settings.steps))
+        self.optimizers = self.built.optimizers
+        self.schedulers = [LambdaLR(one, lambda step: lr_factor(step, settings.steps)) for one in self.optimizers]
         self.clock = Clock(self.device)
         self.step = 0
         self.train_seconds = 0.0
         self._marks: list[tuple[Tensor, Tensor, float, tuple[Any, Any], Any, Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizers)
         return {
             "model": model,
             "optimizer": optimizer,
-            "scheduler": self.scheduler.state_dict(),
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "step": self.step,
             "train_seconds": self.train_seconds,
         }
@@ -142,11 +161,12 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(
             self.model,
-            self.optimizer,
+            self.optimizers,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        self.scheduler.load_state_dict(state["scheduler"])
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
         self.step = state["step"]
         self.train_seconds = state["train_seconds"]
 
@@ -157,13 +177,15 @@ class Trainer:
         steps = self.settings.steps
         evaluate_at = {steps * i // EVALUATIONS for i in range(EVALUATIONS + 1)}
         plan = self.built.plan
-        if self.rank == 0 and plan is not None:
-            tqdm.write(plan.report(), file=sys.stderr)
+        shown = self.rank == 0 and sys.stderr.isatty()
+        if self.rank == 0 and self.job.resume_from is not None:
+            origin = "" if plan is None else f"; {plan.summary()}"
+            print(f"{self.job.optimizer} goes on from step {self.step}{origin}", file=sys.stderr, flush=True)
         with tqdm(
             desc=f"{self.job.optimizer} seed {self.job.seed}",
             total=steps,
             initial=self.step,
-            disable=self.rank != 0,
+            disable=not shown,
             mininterval=0.5,
             dynamic_ncols=True,
         ) as bar:
@@ -179,25 +201,52 @@ class Trainer:
                     self._evaluate(bar)
                 if save:
                     self._save()
-        self._record({"event": "result", "balance": None if plan is None else plan.balance})
+        self._record({"event": "result", "balance": None if plan is None else plan.balance, "peak_mb": self._peak_mb()})
 
     def _train_step(self) -> None:
         start = self.clock.mark()
+        loss, norm = self._backward()
+        before = self.clock.mark()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        after = self.clock.mark()
+        lr = float(self.schedulers[0].get_last_lr()[0])
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self._zero_grad()
+        end = self.clock.mark()
+        self.step += 1
+        self._marks.append((loss.detach(), norm, lr, (start, end), before, after))
+
+    def _backward(self) -> tuple[Tensor, Tensor]:
+        """The loss of the next batch, and the norm to which gradients were clipped."""
         settings = self.settings
         tokens, targets = self.corpus.batch(self.job.seed, self.step, self.rank, settings.batch, settings.context)
         logits = self.model(tokens.to(self.device))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(self.device).flatten())
         loss.backward()
-        norm = clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        before = self.clock.mark()
-        self.optimizer.step()
-        after = self.clock.mark()
-        lr = float(self.scheduler.get_last_lr()[0])
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        end = self.clock.mark()
-        self.step += 1
-        self._marks.append((loss.detach(), norm, lr, (start, end), before, after))
+        return loss, clip_grad_norm_(self.model.parameters(), MAX_NORM)
+
+    def _zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def _time_without_optimizer(self) -> float:
+        """Milliseconds of a step that ends before the optimizer; weights stay. The slowest rank's."""
+        self._backward()  # waits for what the last step has published
+        self._zero_grad()
+        start = self.clock.mark()
+        self._backward()
+        self._zero_grad()
+        took = torch.tensor(self.clock.milliseconds(start, self.clock.mark()), device=self.device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        return float(took)
+
+    def _peak_mb(self) -> float:
+        """Of the rank that needs most, above what its process had before the model was built."""
+        peak = torch.tensor(float(_peak_bytes(self.device) - self._memory_before), device=self.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return float(peak) / 1e6
 
     def _flush(self, bar: tqdm) -> None:
         """Exchanges and records what the steps since the last flush measured: mean loss, slowest rank."""
@@ -230,6 +279,8 @@ class Trainer:
                 }
             )
         self._marks.clear()
+        if self.step % (2 * FLUSH_EVERY) == 0 or self.step == self.settings.steps:
+            records[-1]["bare_ms"] = self._time_without_optimizer()
         self._record(*records)
         bar.set_postfix(loss=f"{losses[-1]:.3f}", ms=f"{times_ms[-1][0]:.0f}", refresh=False)
         for record in records:
@@ -253,7 +304,7 @@ class Trainer:
         self.model.train()
         loss = total.item() / EVALUATION_WINDOWS
         self._record({"event": "eval", "val_loss": loss, "train_seconds": self.train_seconds})
-        if self.rank == 0:
+        if not bar.disable:
             bar.write(f"{self.job.optimizer} step {self.step}: validation loss {loss:.4f}", file=sys.stderr)
 
     def _save(self) -> None:
@@ -280,6 +331,13 @@ class Trainer:
         if self.rank == 0:
             about = {"optimizer": self.job.optimizer, "seed": self.job.seed, "step": self.step}
             report.append(self.job.metrics, ({**about, **record} for record in records))
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """What torch has allocated on a GPU at most, or the process had resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _remove(folder: Path) -> None:

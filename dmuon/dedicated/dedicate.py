@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from dmuon.comm.agreement import agree, require_same, run_awaited
 from dmuon.comm.context import Comm, CommOptions, make_comm
@@ -63,14 +65,24 @@ from dmuon.planning.agreed_plan import Costs, Speeds, check_options, describe_so
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.log import logger
-from dmuon.platform.options import check_flag
+from dmuon.platform.options import check_flag, refuse_unknown, told_apart
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import backend_of, local_tensor, require_supported_torch
 from dmuon.solver import SolveOptions
 
+_KEYWORDS_ELSEWHERE = told_apart(  # of X-Square's dedicate_params
+    ("predicate", "select=…, a function of the name, the module and the parameter"),
+    ("compute_dtype", "mp_policy=MixedPrecisionPolicy(param_dtype=…)"),
+    ("replicate_mesh", "mesh=…, with two dimensions named 'replicate' and 'shard'"),
+    ("hook_boundary_predicate hook_boundary_resolver hook_boundary_strict", "blocks=…"),
+    ("assignment_group_key_fn max_owners_per_group", "nothing: costs decide who owns what"),
+)
+
+_watching: list[RemovableHandle] = []  # of a hook on the steps of all optimizers, until one has owned matrices
 _log = logger(__name__)
 
 
+@refuse_unknown("dmuon.dedicate_params", _KEYWORDS_ELSEWHERE)
 def dedicate_params(
     model: nn.Module | Sequence[nn.Module],
     mesh: DeviceMesh,
@@ -204,11 +216,32 @@ def dedicate_params(
         )
         with _all_or_nothing(inspected.routes):
             _own(inspected, result, context, initialize, keep=not reshard_after_forward)
+        _watch_optimizers()
         _tell(inspected.routes, result, context, "are freed" if reshard_after_forward else "stay")
     except BaseException:
         forget_groups()  # on all ranks: one of them may have been interrupted while something was under way
         raise
     return result
+
+
+def _watch_optimizers() -> None:
+    """Warn if the first optimizer that steps owned matrices is not Muon. Later steps are not looked at."""
+
+    def look(optimizer: Any, _args: object, _kwargs: object) -> None:
+        groups = [group for group in optimizer.param_groups if any(isinstance(p, OwnedTensor) for p in group["params"])]
+        if not groups:
+            return
+        while _watching:
+            _watching.pop().remove()
+        if this_rank() == 0 and not all("use_muon" in group for group in groups):
+            _log.warning(
+                "%s trains matrices that were dedicated for Muon, so that none of them gets Muon's update: build "
+                "dmuon.Muon(model), or leave dedicate_params out",
+                type(optimizer).__name__,
+            )
+
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(look))
 
 
 def _tell(routes: Sequence[Route], plan: OwnerPlan, comm: Comm, weights: str) -> None:

@@ -31,14 +31,14 @@ from dmuon.optimizer.groups import (
     restore_specs,
     routed_groups,
 )
-from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products
-from dmuon.optimizer.options import Description, check_edited, check_scales, describe
+from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products, tell_scale
+from dmuon.optimizer.options import KEYWORDS_ELSEWHERE, Description, check_edited, check_scales, describe
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.wrapping import Averagers, Wrapping, check_moment, find_residencies, replicated_by_ddp
 from dmuon.platform import host
-from dmuon.platform.options import check_flag
+from dmuon.platform.options import check_flag, refuse_unknown
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
@@ -94,6 +94,8 @@ class Muon(torch.optim.Optimizer):
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
     """
 
+    @refuse_unknown("dmuon.Muon", KEYWORDS_ELSEWHERE)
+    @tell_scale
     def __init__(
         self,
         params: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
@@ -20,7 +23,42 @@ from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round
 from dmuon.step.update import numerics_of
 
+_P = ParamSpec("_P")
+
 _log = logger(__name__)
+
+_LARGE = 0.02  # learning rate of a group: Keller Jordan's default, and more than is usual on AdamW's scale
+_OF_TORCH = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}  # not adjust_lr_fn
+
+
+def tell_scale(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Let the constructor warn of a learning rate that seems to be on the scale of another library's Muon.
+
+    A call is suspected that ``torch.optim.Muon`` would take too, and that names no ``adjust_lr_fn``: a list of matrices
+    and options, or groups with a large learning rate, which are Keller Jordan's.
+    """
+    call = inspect.signature(init)
+
+    @functools.wraps(init)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        init(*args, **kwargs)
+        given = call.bind(*args, **kwargs).arguments
+        params, lr = given["params"], given.get("lr", call.parameters["lr"].default)
+        options = given.keys() - {"self", "params"}
+        if not isinstance(params, list) or not options <= _OF_TORCH or this_rank() != 0:
+            return
+        matrices = all(isinstance(p, Tensor) and not isinstance(p, OwnedTensor) and p.ndim == 2 for p in params)
+        groups = [g for g in params if isinstance(g, Mapping) and g["use_muon"] and "adjust_lr_fn" not in g]
+        large = [rate for g in groups if isinstance(rate := g.get("lr", lr), float) and rate >= _LARGE]
+        if large or (matrices and options):
+            _log.warning(
+                "lr=%s is read on AdamW's scale, which updates a 1024 x 1024 matrix 6.4 times as much as "
+                'torch.optim.Muon and Keller Jordan\'s Muon do: pass adjust_lr_fn="original" to keep their scale, or '
+                'adjust_lr_fn="match_rms_adamw" if this is meant',
+                large[0] if large else lr,
+            )
+
+    return told
 
 
 def tell_first_step(

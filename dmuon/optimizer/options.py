@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels import MIXED, check_storage, coefficient_sequence, storage_dtype, update_scale
-from dmuon.platform.options import check_flag, is_integer
+from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.rounds import Round
 
 MUON_OPTIONS = (
@@ -26,29 +26,35 @@ _OF_THE_CONSTRUCTOR = (
     "adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay", "select", "overlap_backward", "distributed_config",
 )  # fmt: skip
 _UNSUPPORTED = ("maximize", "amsgrad", "differentiable")  # of torch's optimizers: True would change the update
-_ELSEWHERE = {  # keys that groups of other libraries have, which would be ignored here, and what to write instead
-    name: instead
-    for names, instead in (
-        ("mu momentum_beta", "momentum=…"),
-        ("use_nesterov", "nesterov=…"),
-        ("beta1 beta2", "betas=(…, …) in a group with use_muon=False"),
-        ("epsilon ns_epsilon", "eps=…"),
-        ("wd", "weight_decay=…"),
-        ("num_ns_steps backend_steps", "ns_steps=…"),
-        ("coefficient_type ns_schedule", "ns_coefficients=…"),
-        ("adjust_lr scale_mode extra_scale_factor rms_scale", "adjust_lr_fn=…, a name or a function of the shape"),
-        ("fp32_matmul_prec", "ns_dtype=…"),
-        ("algorithm", "use_muon=True (Muon) or use_muon=False (AdamW)"),
-        ("flatten", "MatrixSpec(flattened=True), which a function select=… returns"),
-        ("num_heads split_sizes split_fn split_qkv qkv_split_shapes", "MatrixSpec, which a function select=… returns"),
-        ("cautious_wd weight_decay_method", "nothing: weight decay is decoupled, and not cautious"),
-        ("fraction rank_fraction rank_multiple_of ef_decay", "nothing: all of a matrix is orthogonalized"),
-        ("muon_beta2", "nothing: Muon has no second moments"),
-        ("tp_mode", "nothing: each matrix has one owner"),
-        ("backend use_triton use_syrk use_gram_newton_schulz ns_use_kernels", "nothing: the plan chooses kernels"),
-    )
-    for name in names.split()
-}
+_ELSEWHERE = told_apart(  # keys that groups of other libraries have, which would be ignored here
+    ("mu momentum_beta", "momentum=…"),
+    ("use_nesterov", "nesterov=…"),
+    ("beta1 beta2", "betas=(…, …) in a group with use_muon=False"),
+    ("epsilon ns_epsilon", "eps=…"),
+    ("wd", "weight_decay=…"),
+    ("num_ns_steps backend_steps", "ns_steps=…"),
+    ("coefficient_type ns_schedule", "ns_coefficients=…"),
+    ("adjust_lr scale_mode extra_scale_factor rms_scale", "adjust_lr_fn=…, a name or a function of the shape"),
+    ("fp32_matmul_prec", "ns_dtype=…"),
+    ("algorithm", "use_muon=True (Muon) or use_muon=False (AdamW)"),
+    ("flatten", "MatrixSpec(flattened=True), which a function select=… returns"),
+    ("num_heads split_sizes split_fn split_qkv qkv_split_shapes", "MatrixSpec, which a function select=… returns"),
+    ("cautious_wd weight_decay_method", "nothing: weight decay is decoupled, and not cautious"),
+    ("fraction rank_fraction rank_multiple_of ef_decay", "nothing: all of a matrix is orthogonalized"),
+    ("muon_beta2", "nothing: Muon has no second moments"),
+    ("tp_mode", "nothing: each matrix has one owner"),
+    ("backend use_triton use_syrk use_gram_newton_schulz ns_use_kernels", "nothing: the plan chooses kernels"),
+)
+KEYWORDS_ELSEWHERE = _ELSEWHERE | told_apart(  # and keywords of their constructors
+    ("betas beta1 beta2 adam_betas", "adamw_betas=(…, …)"),
+    ("epsilon", "adamw_eps=… of AdamW, or eps=… of the norm that scales a matrix for Muon"),
+    ("use_muon algorithm muon_params adamw_params", "groups with use_muon=True or False in place of the model"),
+    ("rank world_size process_group pg distributed_mesh mesh device_mesh", "nothing: parameters know their ranks"),
+    ("ns_backend newton_schulz_func", "nothing: the plan chooses kernels; ns_coefficients=… says which polynomials"),
+    ("foreach fused capturable", "nothing: updates are batched and fused already"),
+    ("replicate_async", "nothing: new weights are published asynchronously, and are exact"),
+    ("amsgrad maximize differentiable", "nothing: dmuon.Muon does not do it"),
+)
 _TYPO = 0.85  # likeness from which an unknown name is taken for a mistake: "beta" is, "max_momentum" not
 
 _COMPARED = {"use_muon", *MUON_OPTIONS, *ADAMW_OPTIONS, *_UNSUPPORTED, *_ELSEWHERE}

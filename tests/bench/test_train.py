@@ -21,6 +21,12 @@ from harness.limits import ENDING_SECONDS, PROGRAM_SECONDS
 from dmuon import OwnerPlan
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "train.py"
+ROWS = {
+    "adamw": "FSDP2 + AdamW",
+    "gather": "FSDP2 + Muon, gathered everywhere",
+    "dmuon": "FSDP2 + dmuon.Muon",
+    "dedicated": "dmuon.dedicate_params + dmuon.Muon",
+}
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "16", "--device", "cpu"]
 
 
@@ -116,7 +122,7 @@ def _steps_recorded(out: Path) -> int:
 
 @pytest.fixture(scope="module")
 def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 12 steps with both optimizers."""
+    """A finished run of 12 steps with all optimizers."""
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     done = _run(text, out, "--steps", "12", "--checkpoint-every", "5")
     assert done.returncode == 0, done.stderr
@@ -127,11 +133,15 @@ def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
     table = (uninterrupted / "stdout.txt").read_text()
-    for column in ("val loss", "ms/step", "optimizer ms", "overhead", "owner balance"):
+    for column in ("validation", "to AdamW's last loss:", "ms a", "exposed", "peak"):
         assert column in table
+    said = " ".join(table.split())
+    assert "Predicted for Llama-3-8B on 64 H200: +" in said and "dmuon-plan llama-3-8b.json --world 64" in said
+    assert max(len(line) for line in table.splitlines() if "/run/" not in line) <= 100, "paths are as long as they are"
     assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
     starts = []
-    for optimizer in ("adamw", "dmuon"):
+    for optimizer, row in ROWS.items():
+        (line,) = [line for line in table.splitlines() if line.startswith(f"{row}  ")]
         steps = _records(uninterrupted, "step", optimizer)
         assert [record["step"] for record in steps] == list(range(1, 13))
         assert all(record["step_ms"] > record["optimizer_ms"] > 0 for record in steps)
@@ -139,11 +149,21 @@ def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
         assert evaluations[0]["step"] == 0 and evaluations[-1]["step"] == 12
         assert evaluations[0]["val_loss"] == pytest.approx(5.545, abs=0.1), "untrained: ln 256"
         assert evaluations[-1]["val_loss"] < evaluations[0]["val_loss"]
-        assert f"{evaluations[-1]['val_loss']:.4f}" in table
+        assert f" {evaluations[-1]['val_loss']:.4f} " in line
+        assert _records(uninterrupted, "result", optimizer)[0]["peak_mb"] > 0
         starts.append((evaluations[0]["val_loss"], steps[0]["loss"]))
-    assert starts[0] == pytest.approx(starts[1], abs=1e-6), "not the same start or not the same data"
-    balance = _records(uninterrupted, "result", "dmuon")[0]["balance"]
-    assert 1.0 <= balance < 2.0 and f"{balance:.3f}" in table
+    for start in starts[1:]:
+        assert start == pytest.approx(starts[0], abs=1e-6), "not the same start or not the same data"
+    assert 1.0 <= _records(uninterrupted, "result", "dedicated")[0]["balance"] < 2.0
+
+
+def test_how_soon_a_run_comes_down_to_a_loss(train: ModuleType) -> None:
+    evaluations = [
+        {"step": step, "train_seconds": 2.0 * step, "val_loss": loss} for step, loss in ((0, 5.0), (10, 3.0), (20, 2.0))
+    ]
+    run = train.report.Run("dmuon", 0, [], evaluations, None)
+    assert run.reaches(2.5, "step") == 15.0 and run.reaches(2.5, "train_seconds") == 30.0
+    assert run.reaches(2.0, "step") == 20.0 and run.reaches(1.9, "step") is None
 
 
 @pytest.mark.parametrize(
@@ -189,7 +209,7 @@ def _rotate_owners(path: Path) -> dict[str, int]:
     ("optimizer", "number"),
     [
         pytest.param("adamw", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("dmuon", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("dedicated", signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_resume_equals_the_uninterrupted_run(
@@ -210,11 +230,11 @@ def test_resume_equals_the_uninterrupted_run(
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number
         assert "interrupted" in stderr and "Traceback" not in stderr
-    if optimizer == "dmuon":
+    if optimizer == "dedicated":
         rotated = _rotate_owners(folder / f"step-{before:07d}" / "plan.json")
     done = _run(text, out, *options, "--resume")
     assert done.returncode == 0, done.stderr
-    assert f" {before}/12 " in done.stderr, "did not start from the checkpoint"
+    assert f"{optimizer} goes on from step {before}" in done.stderr, "did not start from the checkpoint"
     if rotated is not None:
         assert f"plan: loaded from {folder / f'step-{before:07d}'}" in done.stderr
         assert OwnerPlan.load(folder / "step-0000012" / "plan.json").owners == rotated, "planned anew"

@@ -12,6 +12,7 @@ import pytest
 from harness.commands import command
 from harness.configs import LLAMA_8B, QWEN_MOE, written
 
+import dmuon
 from dmuon import OwnerPlan
 
 main = command("dmuon-plan")
@@ -28,24 +29,67 @@ def plan(tmp_path: Path, ended: Callable[..., Any]) -> Callable[..., Any]:
     return partial(ended, main, written(tmp_path, CONFIG))
 
 
-def test_prints_plan_costs_and_predicted_step(plan: Callable[..., Any]) -> None:
+def test_answers_first_and_keeps_the_solver_for_those_who_ask(plan: Callable[..., Any]) -> None:
     done = plan("--world", 4)
     assert done.status == 0
-    assert done.out.startswith("costs: estimated: wave model of H200\n28 matrices in 4 blocks over 4 ranks\nmakespan")
-    assert "estimated for 3 of 3 shapes" in done.out
-    assert done.row("dedicated keep") and done.row("adamw")
-    step, forward_backward = map(float, done.row("dedicated ").split()[1:3])
-    assert step >= forward_backward > 0
+    take, holds, step, *_ = done.out.splitlines()
+    assert take.startswith("take:  ") and "GiB a rank, against" in holds and "over AdamW's" in step
+    assert "    for block in model.model.layers:" in done.out and "lr=3e-4" in done.out
+    assert "estimated for 3 of 3 shapes" in done.out and "makespan" not in done.out
+    assert done.row("dedicate_params, no reshard") and done.row("AdamW")
+    took, forward_backward = map(float, done.row("dedicate_params").removeprefix("dedicate_params").split()[:2])
+    assert took >= forward_backward > 0
+    said = plan("--world", 4, "--verbose").out
+    assert said.startswith(done.out.rstrip("\n"))
+    assert "costs: estimated: wave model of H200\n28 matrices in 4 blocks over 4 ranks\nmakespan" in said
 
 
-def test_recommends_a_mesh_and_says_why(plan: Callable[..., Any]) -> None:
+def test_recommends_a_mesh_in_a_table_with_a_legend(plan: Callable[..., Any]) -> None:
     done = plan("--world", 16, "--method", "greedy", "--recommend")
     assert done.status == 0, done.err
-    assert "ways to train, predicted; over the best AdamW" in done.out
     rows = [row for row in done.out.splitlines() if row.split()[1:2] == ["×"]]
-    assert {word for row in rows for word in row.split()} >= {"dedicated", "exchanged", "kept"}
-    assert "recommended, because" in done.out
-    assert done.out.splitlines()[-1].lstrip().startswith("mesh = init_device_mesh")
+    assert {word for row in rows for word in row.split()} >= {"dedicate_params", "alone", "reshard", "<"}
+    for word in ("no reshard:", "merged MiB:", "GiB:", "exposed:", "NS:"):
+        assert f"\n{word}" in done.out or f" {word}" in done.out
+
+
+@pytest.mark.parametrize(
+    ("config", "loops"),
+    [
+        ("gpt2-1.5b", ["model.transformer.h"]),
+        ("towers", ["model.blocks"]),  # whose names are no attributes
+    ],
+)
+def test_lines_to_paste_have_the_models_own_blocks(
+    tmp_path: Path, ended: Callable[..., Any], config: str, loops: list[str]
+) -> None:
+    described: dict[str, Any] = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 50}
+    if config == "towers":
+        tower = {
+            "name": "a-tower", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "gated_mlp": True,
+        }  # fmt: skip
+        described = {"model_type": "towers", "towers": [tower]}
+    done = ended(main, written(tmp_path, described), "--world", 2, "--method", "greedy")
+    assert done.status == 0, done.err
+    assert [line.split()[-1].rstrip(":") for line in done.out.splitlines() if "for block in" in line] == loops
+
+
+@pytest.mark.parametrize("name", ["dmuon-plan", "dmuon-profile", "dmuon-check"])
+def test_every_command_has_a_version_and_a_narrow_help(
+    name: str, ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = ended(command(name), "--version")
+    assert (done.status, done.out) == (0, f"{name} {dmuon.__version__}\n")
+    done = ended(command(name), "--help")
+    assert done.status == 0 and max(map(len, done.out.splitlines())) <= 100 and "``" not in done.out
+
+
+def test_nothing_is_wider_than_100_columns(plan: Callable[..., Any]) -> None:
+    done = plan("--world", 16, "--tp", 2, "--recommend", "--verbose", "--owners", "--compare", "lpt,greedy")
+    assert done.status == 0
+    assert not [line for line in done.out.splitlines() if len(line) > 100]
 
 
 def test_writes_the_plan_that_it_reports_and_leaves_nothing_else(plan: Callable[..., Any], tmp_path: Path) -> None:
@@ -53,7 +97,7 @@ def test_writes_the_plan_that_it_reports_and_leaves_nothing_else(plan: Callable[
     target.parent.mkdir()
     target.write_text("old")
     picture = target.parent / "plan.png"
-    done = plan("--world", 4, "--json", target, "--png", picture)
+    done = plan("--world", 4, "--verbose", "--json", target, "--png", picture)
     assert done.status == 0
     found = OwnerPlan.load(target)
     assert found.world == 4
@@ -96,16 +140,17 @@ def test_costs_of_a_cache_are_measured_and_need_a_device_for_a_prediction(
     cache.write_text(json.dumps({"schema": 2, "key": key, "entries": entries}))
     done = plan("--world", 4, "--costs", cache)
     assert done.status == 0
-    assert f"costs: measured on a device, cost cache {cache}" in done.out and "costs     measured" in done.out
-    assert "no step time is predicted: the costs are another device's" in done.out
+    said = " ".join(done.out.split())
+    assert f"costs: measured on a device, cost cache {cache}" in said and "costs     measured" in done.out
+    assert "no step time is predicted: the costs are another device's" in said
     done = plan("--world", 4, "--costs", cache, "--device", "h100")
-    assert done.status == 0 and "predicted step, 4 × H100" in done.out
+    assert done.status == 0 and "one step on 4 × H100" in done.out
 
 
 def test_overrides_change_the_prediction(plan: Callable[..., Any]) -> None:
     @cache
     def planned(*args: object) -> Any:
-        done = plan("--world", 4, "--nodes", 2, "--method", "greedy", *args)
+        done = plan("--world", 4, "--nodes", 2, "--method", "greedy", "--verbose", *args)
         assert done.status == 0
         return done
 
@@ -113,7 +158,7 @@ def test_overrides_change_the_prediction(plan: Callable[..., Any]) -> None:
         return planned(*args).row(name)
 
     def step(*args: object) -> float:
-        return float(row("dedicated ", *args).split()[1])
+        return float(row("dedicate_params", *args).split()[1])
 
     def share(*args: object) -> float:
         return float(row("the largest owner keeps", *args).split(", ")[1].split("%")[0])
@@ -137,7 +182,9 @@ def test_experts_are_planned_on_their_own(tmp_path: Path, ended: Callable[..., A
         assert owner % 4 == int(name.split("[")[1][:-1]) // 2
 
 
-@pytest.mark.parametrize("device", ["h200", pytest.param("h100", marks=pytest.mark.slow), "a800"])
+@pytest.mark.parametrize(
+    "device", ["h200", pytest.param("h100", marks=pytest.mark.slow), "a800", "a100", "b200", "gb300"]
+)
 def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
     done = plan("--world", 32, "--nodes", 4, "--device", device, "--spread-cap", 1.5)
     assert done.status == 0 and device.upper() in done.out

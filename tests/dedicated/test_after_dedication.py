@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
 import re
 from collections.abc import Callable
@@ -228,3 +229,27 @@ def odd_parameters(rank: int, world: int) -> None:
 @pytest.mark.pitfall("P60")
 def test_integer_parameters_and_buffers_of_any_dtype_become_rank_0s(ranks: RankPool) -> None:
     ranks(2, odd_parameters)
+
+
+def foreign_steps(rank: int, world: int) -> list[str]:
+    """What the log says of the first optimizer that steps a dedicated model; Muon's, and then of AdamW's."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dmuon").addHandler(handler)
+    for build_optimizer in (lambda m: dmuon.Muon(m, **OPTIONS), lambda m: torch.optim.AdamW(m.parameters())):
+        model = dedicated()
+        apart = nn.Linear(2, 2)
+        alone, optimizer = torch.optim.SGD(apart.parameters()), build_optimizer(model)
+        for step in range(2):
+            alone.step()
+            loss_of(model, *batch(step)).backward()
+            optimizer.step()
+    logging.getLogger("dmuon").removeHandler(handler)
+    return heard
+
+
+def test_another_optimizer_on_dedicated_matrices_is_told_once(ranks: RankPool) -> None:
+    first, second = ranks(2, foreign_steps)
+    (told,) = [line for line in first if "dedicated for Muon" in line]
+    assert "AdamW trains matrices that were dedicated for Muon" in told and not second

@@ -1,12 +1,15 @@
-"""The blocks of docs/moving-over.md train as the optimizers that they come from, here written out in fp64."""
+"""Blocks and lines of docs/moving-over.md train as the optimizers that they come from, here written out in fp64."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ YOU = [  # as all of these libraries have them
 
 @dataclass(frozen=True)
 class Origin:
-    """What an optimizer does by default, besides momentum of 0.95."""
+    """What an optimizer does by default."""
 
     lr: float
     decay: float
@@ -39,17 +42,29 @@ class Origin:
     coefficients: Sequence[tuple[float, float, float]]
     adamw: dict[str, object]
     accumulates: bool = False  # m = 0.95 m + g, in place of an average
+    momentum: float = 0.95
+    eps: float = 0.0  # lower clamp of a norm
+
+
+def original(m: int, n: int) -> float:
+    return max(1, m / n) ** 0.5
+
+
+def match_rms(m: int, n: int) -> float:
+    return 0.2 * max(m, n) ** 0.5
+
+
+def spectral(m: int, n: int) -> float:
+    return (m / n) ** 0.5
 
 
 ORIGINS = {
-    "torch.optim.Muon": Origin(
-        1e-3, 0.1, True, lambda m, n: max(1, m / n) ** 0.5, CLASSIC, {"lr": 1e-3, "weight_decay": 0.01}
-    ),
+    "torch.optim.Muon": Origin(1e-3, 0.1, True, original, CLASSIC, {"lr": 1e-3, "weight_decay": 0.01}),
     "KellerJordan/Muon": Origin(
         0.02,
         0.0,
         True,
-        lambda m, n: max(1, m / n) ** 0.5,
+        original,
         CLASSIC,
         {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10},
     ),
@@ -57,22 +72,68 @@ ORIGINS = {
         0.01,
         0.01,
         False,
-        lambda m, n: (m / n) ** 0.5,
+        spectral,
         YOU,
         {"lr": 0.01, "weight_decay": 0.01, "betas": (0.9, 0.95)},
         accumulates=True,
+    ),
+    "torchtitan's DistMuon": Origin(
+        1e-3, 0.1, True, original, CLASSIC, {"lr": 8e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
     ),
     "Megatron-LM": Origin(3e-4, 0.01, False, lambda m, n: max(m, n) ** 0.5, YOU, {"lr": 3e-4, "weight_decay": 0.01}),
     "X-Square's dmuon": Origin(
         0.02,
         0.0,
         True,
-        lambda m, n: 0.2 * max(m, n) ** 0.5,
+        match_rms,
         coefficient_sequence("polar_express", 5),
         {"lr": 1e-3, "weight_decay": 0.01},
         accumulates=True,
     ),
 }
+
+NO_NESTEROV = ({"nesterov": False}, {"nesterov": False})
+SIMPLE = ({"coefficients": CLASSIC}, {"ns_coefficients": "classic"})
+# Of an origin: what a line of its table begins with, what that changes there, and what here.
+LINES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "torch.optim.Muon",
+        "`lr=1e-3`, `weight_decay=0.1`",
+        {"lr": 0.01, "decay": 0.5},
+        {"lr": 0.01, "weight_decay": 0.5},
+    ),
+    ("torch.optim.Muon", "`momentum=0.95`, `nesterov=True`, `ns_steps=5`", *NO_NESTEROV),
+    ("torch.optim.Muon", "`momentum=0.95`", {"momentum": 0.5}, {"momentum": 0.5}),
+    ("torch.optim.Muon", "`momentum=0.95`", {"coefficients": CLASSIC[:3]}, {"ns_steps": 3}),
+    ("torch.optim.Muon", '`adjust_lr_fn=None`, or `"original"`', {}, {"adjust_lr_fn": None}),
+    ("torch.optim.Muon", '`adjust_lr_fn="match_rms_adamw"`', {"scale": match_rms}, {"adjust_lr_fn": "match_rms_adamw"}),
+    ("torch.optim.Muon", '`adjust_lr_fn="spectral_unclamped"`', {"scale": spectral}, {"adjust_lr_fn": "spectral"}),
+    ("torch.optim.Muon", "`ns_coefficients=(3.4445", {}, {"ns_coefficients": CLASSIC[0]}),
+    ("torch.optim.Muon", "`eps=1e-7`", {"eps": 2.0}, {"eps": 2.0}),
+    ("torch.optim.Muon", "AdamW's `lr=1e-3`", {"adamw": {"lr": 0.01}}, {"adamw_lr": 0.01}),
+    (
+        "torch.optim.Muon",
+        "AdamW's `eps=1e-8`",
+        {"adamw": {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.3}},
+        {"adamw_eps": 1e-3, "adamw_weight_decay": 0.3},
+    ),
+    ("KellerJordan/Muon", "`lr=0.02`, `momentum=0.95`", {"momentum": 0.5}, {"momentum": 0.5}),
+    ("KellerJordan/Muon", "`nesterov=True`, `ns_steps=5`, `backend_steps=5`", *NO_NESTEROV),
+    ("microsoft/dion", "`mu=0.95`", {"momentum": 0.5}, {"momentum": 0.5}),
+    ("microsoft/dion", "`nesterov=False`", {"nesterov": True}, {"nesterov": True}),
+    ("microsoft/dion", '`adjust_lr="rms_norm"`', {"scale": match_rms}, {"adjust_lr_fn": "match_rms_adamw"}),
+    ("microsoft/dion", "`adjust_lr=None`", {"scale": lambda m, n: 1.0}, {"adjust_lr_fn": lambda shape: 1.0}),
+    ("torchtitan's DistMuon", '`adjust_lr_fn="spectral_unclamped"`', {"scale": spectral}, {"adjust_lr_fn": "spectral"}),
+    ("Megatron-LM", "`momentum=0.95`", {"momentum": 0.9}, {"momentum": 0.9}),
+    ("Megatron-LM", "`nesterov=False`", {"nesterov": True}, {"nesterov": True}),
+    ("Megatron-LM", "`extra_scale_factor=0.2`", {"scale": match_rms}, {"adjust_lr_fn": "match_rms_adamw"}),
+    ("Megatron-LM", '`scale_mode="shape_scaling"`', {"scale": original}, {"adjust_lr_fn": "original"}),
+    ("Megatron-LM", '`scale_mode="unit_rms_norm"`', {"scale": spectral}, {"adjust_lr_fn": "spectral"}),
+    ("Megatron-LM", '`coefficient_type="simple"`', *SIMPLE),
+    ("Megatron-LM", "`num_ns_steps=5`", {"coefficients": YOU[:4]}, {"ns_steps": 4}),
+    ("X-Square's dmuon", "`ns_backend=NewtonSchulz(", {"coefficients": YOU}, {"ns_coefficients": "you"}),
+    ("X-Square's dmuon", "`lr=0.02`, `momentum=0.95`, `nesterov=True`", *NO_NESTEROV),
+]
 
 
 class Model(nn.Module):
@@ -92,9 +153,9 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x), tokens.flip(0))
 
 
-def orthogonal(g: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
+def orthogonal(g: Tensor, coefficients: Sequence[tuple[float, float, float]], eps: float = 0.0) -> Tensor:
     x = g.mT if g.size(0) > g.size(1) else g
-    x = x / x.norm()
+    x = x / x.norm().clamp(min=eps)
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -125,35 +186,53 @@ def reference(model: Model, origin: Origin) -> list[float]:
         with torch.no_grad():
             for p, m in zip(matrices, momenta, strict=True):
                 if origin.accumulates:
-                    m.mul_(0.95).add_(p.grad)
-                    g = p.grad + 0.95 * m if origin.nesterov else m
+                    m.mul_(origin.momentum).add_(p.grad)
+                    g = p.grad + origin.momentum * m if origin.nesterov else m
                 else:
-                    m.lerp_(p.grad, 0.05)
-                    g = torch.lerp(p.grad, m, 0.95) if origin.nesterov else m
+                    m.lerp_(p.grad, 1 - origin.momentum)
+                    g = torch.lerp(p.grad, m, origin.momentum) if origin.nesterov else m
                 p.mul_(1 - origin.lr * origin.decay)
-                p.sub_(origin.lr * origin.scale(*p.shape) * orthogonal(g, origin.coefficients))
+                p.sub_(origin.lr * origin.scale(*p.shape) * orthogonal(g, origin.coefficients, origin.eps))
         adamw.step()
 
     return losses_of(model, step)
 
 
-def block_of(name: str) -> str:
-    section = PAGE.read_text().split(f"## {name}\n")[1].split("\n## ")[0]
-    found = re.search(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+def section_of(name: str) -> str:
+    return PAGE.read_text().split(f"## {name}\n")[1].split("\n## ")[0]
+
+
+def found(model: Model, name: str, **changes: Any) -> list[float]:
+    """Losses by the block of that section, with other options."""
+    block = re.search(r"^```python\n(.*?)^```$", section_of(name), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    names = {
+        "model": model,
+        "dmuon": SimpleNamespace(Muon=lambda *args, **options: dmuon.Muon(*args, **{**options, **changes})),
+    }
+    exec(block[1], names)
+    return losses_of(model, names["optimizer"].step)
 
 
 @pytest.mark.parametrize("name", ORIGINS)
-def test_the_block_of_the_page_gives_the_curve_of_its_origin(name: str) -> None:
+def test_the_block_of_the_page_gives_the_curve_of_its_origin(name: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Model()
     expected = reference(deepcopy(model).double(), ORIGINS[name])
-    names = {"model": model, "dmuon": dmuon}
-    exec(block_of(name), names)
-    found = losses_of(model, names["optimizer"].step)
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert found(model, name) == pytest.approx(expected, rel=1e-4)
     assert expected[-1] < expected[0] - 1e-3, "it learns"
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("name", "line", "there", "here"), LINES)
+def test_a_line_of_a_table_gives_the_curve_that_it_claims(
+    name: str, line: str, there: dict[str, Any], here: dict[str, Any]
+) -> None:
+    assert f"\n| {line}" in section_of(name)
+    torch.manual_seed(0)
+    model = Model()
+    expected = reference(deepcopy(model).double(), replace(ORIGINS[name], **there))
+    assert found(model, name, **here) == pytest.approx(expected, rel=1e-4)
 
 
 def test_torchs_own_muon_gives_that_curve_to_the_error_of_bf16() -> None:
@@ -173,3 +252,47 @@ def test_torchs_own_muon_gives_that_curve_to_the_error_of_bf16() -> None:
         adamw.step()
 
     assert losses_of(model, step) == pytest.approx(expected, rel=1e-3)
+
+
+# -- what is kept by mistake --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keyword", "instead"),
+    [
+        ("betas", "adamw_betas="), ("epsilon", "adamw_eps="), ("mu", "momentum="), ("backend_steps", "ns_steps="),
+        ("use_muon", "groups with use_muon"), ("rank", "nothing"), ("world_size", "nothing"), ("fused", "nothing"),
+        ("coefficient_type", "ns_coefficients="), ("adam_lr", "adamw_lr="), ("wieght_decay", "weight_decay="),
+        ("unheard_of", "one of params, lr, weight_decay"),
+    ],
+)  # fmt: skip
+def test_an_unknown_keyword_says_what_to_write(keyword: str, instead: str) -> None:
+    says = rf"dmuon\.Muon\(\) got an unexpected keyword argument '{keyword}'; write {instead}"
+    with pytest.raises(TypeError, match=says):
+        dmuon.Muon(Model(), **{keyword: 1})
+    with pytest.raises(TypeError, match=r"dmuon\.dedicate_params\(\) got .* 'predicate'; write select="):
+        dmuon.dedicate_params(Model(), None, predicate=lambda name, param: True)
+    assert list(inspect.signature(dmuon.Muon).parameters)[:3] == ["params", "lr", "weight_decay"]
+
+
+def test_a_learning_rate_on_torchs_scale_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    matrices = [p for p in Model().blocks.parameters() if p.ndim == 2]
+    group = {"params": matrices, "use_muon": True}
+    optimizer = dmuon.Muon(matrices, lr=1e-3, weight_decay=0.1, momentum=0.95)
+    for matrix in matrices:
+        matrix.grad = torch.ones_like(matrix)
+    for _ in range(2):
+        optimizer.step()
+    dmuon.Muon([{**group, "lr": 0.02}])
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert told[0].startswith("lr=0.001 is read on AdamW's scale") and told[1].startswith("lr=0.02 is read")
+    assert all('pass adjust_lr_fn="original" to keep their scale' in line for line in told)
+    caplog.clear()
+    for name in ("original", "match_rms_adamw", None):
+        dmuon.Muon(matrices, lr=0.02, adjust_lr_fn=name)
+        dmuon.Muon([{**group, "lr": 0.02, "adjust_lr_fn": name}])
+    dmuon.Muon(Model(), lr=0.02)
+    dmuon.Muon(matrices, lr=0.02, adamw_lr=1e-3)
+    dmuon.Muon([{**group, "lr": 0.01}])
+    assert not caplog.text

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
 from dmuon.platform.files import check_target
 
 FAILED, BAD_INPUT = 1, 2  # exit statuses
+WIDTH = 100  # columns
 
 
 class BadArgument(ValueError):
@@ -20,7 +25,18 @@ class BadArgument(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Whose errors are one line, as those of the commands themselves."""
+    """Whose errors are one line, as those of the commands themselves, and whose help is at most 100 columns wide."""
+
+    def __init__(
+        self, prog: str, description: str, formatter_class: type[argparse.HelpFormatter] = argparse.HelpFormatter
+    ) -> None:
+        width = min(WIDTH, shutil.get_terminal_size().columns - 2)
+        super().__init__(
+            prog=prog,
+            description=fitted(description.replace("``", "")),
+            formatter_class=functools.partial(formatter_class, width=width),
+        )
+        self.add_argument("--version", action="version", version=f"%(prog)s {version('dmuon')}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
@@ -33,6 +49,12 @@ class Parser(argparse.ArgumentParser):
         except (OSError, ValueError) as error:
             print(f"{self.prog}: {error}", file=sys.stderr)
             return BAD_INPUT
+
+
+def fitted(text: str) -> str:
+    """``text`` with lines that are too wide broken at spaces, and their rest indented."""
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if len(line) <= WIDTH else wrapper.fill(line) for line in text.splitlines())
 
 
 def count(text: str) -> int:

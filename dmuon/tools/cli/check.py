@@ -121,7 +121,7 @@ def _layouts(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="dmuon-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("dmuon-check", __doc__ or "", argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first-run", action="store_true", help="on new GPUs: all there is to check, into one file")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (NCCL) if there is any, else cpu")
     fitting = f"default: {','.join(TOPOLOGIES)}, as far as they fit the number of ranks"

@@ -33,6 +33,7 @@ from dmuon.tools.cli.arguments import (
     BadArgument,
     Parser,
     count,
+    fitted,
     number,
     positive,
     removed,
@@ -42,7 +43,7 @@ from dmuon.tools.cli.arguments import (
 )
 from dmuon.tools.cli.figures import draw_plan
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, hardware
-from dmuon.tools.simulation.prediction import recommend, report
+from dmuon.tools.simulation.prediction import compare, recommend, report
 from dmuon.tools.simulation.scenario import Machine, Scenario, Workload, is_expert, plan_owners
 from dmuon.tools.simulation.step import step_s
 from dmuon.tools.simulation.wave_model import describe, wave_costs
@@ -105,24 +106,30 @@ def _run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     result = question.solve(question.options)
     seconds = time.perf_counter() - started
-    lines = [
-        f"costs: {question.costs.source}",
-        result.report(),
-        _memory(question, result),
-        f"planned in {seconds:.2f} s",
-    ]
+    lines: list[str] = []
+    if question.workload is None:
+        lines += [_UNPREDICTED]
+    else:
+        scenario, device = question.scenario(result), question.machine.device
+        found = recommend(scenario, device.memory) if arguments.recommend else compare(scenario, device.memory)
+        lines += [*found.answer(), "", report(scenario, device.name, device.peak_flops)]
+        if arguments.recommend:
+            lines += ["", *found.table()]
+    if arguments.verbose or question.workload is None:
+        lines += [
+            "",
+            f"costs: {question.costs.source}",
+            result.report(),
+            _memory(question, result),
+            f"planned in {seconds:.2f} s",
+        ]
     if arguments.owners:
         lines += ["", *_owners(result)]
     if arguments.compare:
         lines += ["", _compare(question, result, arguments.compare)]
-    if question.workload is None:
-        lines += ["", _UNPREDICTED]
-    else:
-        scenario, device = question.scenario(result), question.machine.device
-        lines += ["", report(scenario, device.name, device.peak_flops)]
-        if arguments.recommend:
-            lines += ["", recommend(scenario, device.memory).report()]
-    print("\n".join(lines), flush=True)  # before anything is written: a full disk must not cost the report
+    print(
+        fitted("\n".join(lines).strip("\n")), flush=True
+    )  # before anything is written: a full disk must not cost the report
     if arguments.png is not None:
         save_png(draw_plan(result, f"{arguments.model} over {question.topology.world} ranks"), arguments.png)
         print(f"wrote {arguments.png}")
@@ -133,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="dmuon-plan", description=__doc__)
+    parser = Parser("dmuon-plan", __doc__ or "")
     parser.add_argument("model", metavar="MODEL.json", help="a model's config.json, or the folder that holds it")
     grid = parser.add_argument_group("ranks")
     grid.add_argument("--world", type=count, required=True, metavar="N", help="number of ranks")
@@ -179,11 +186,14 @@ def _parser() -> Parser:
     step.add_argument("--recompute", action="store_true", help="full activation checkpointing")
     step.add_argument("--efficiency", type=positive, metavar="X", help="of forward and backward, part of the peak")
     out = parser.add_argument_group("output")
-    out.add_argument("--recommend", action="store_true", help="compare meshes, residencies and merging, and say which")
+    out.add_argument(
+        "--recommend", action="store_true", help="also try other meshes, and merged blocks, and compare all"
+    )
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")
     out.add_argument("--png", type=Path, metavar="PATH", help="draw loads per rank and the spread of the blocks")
     out.add_argument("--owners", action="store_true", help="list the owner of every matrix")
     out.add_argument("--compare", type=subset(_COMPARE), default=(), metavar="LIST", help=f"of {','.join(_COMPARE)}")
+    out.add_argument("--verbose", action="store_true", help="the solver's report too: loads, proof, batches, memory")
     for flag, instead in _REMOVED.items():
         parser.add_argument(flag, type=removed(instead), help=argparse.SUPPRESS)
     return parser

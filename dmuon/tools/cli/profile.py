@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="dmuon-profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("dmuon-profile", __doc__ or "", argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a model's config.json, or the folder of it: times all its matrices"
     )

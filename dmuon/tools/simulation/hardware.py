@@ -113,6 +113,22 @@ HARDWARE: Mapping[str, Hardware] = {
     # stas00/ml-engineering, maximum achievable matmul FLOPS in bf16: 80.3 % on an H100 SXM. Judgement: 90 % of the 3.35
     # TB/s of its datasheet, as on an H200. The datasheet: 80 GB.
     "h100": Hardware(Device("H100", _HOPPER_SMS, _HOPPER_PEAK, 0.80, 3.0e12, 80 * 10**9), _NVLINK_4, _NDR),
+    # NVIDIA's HGX B200 datasheet: 4.5 PFLOP/s in bf16 with sparsity, dense is half of it, 180 GB, 7.7 TB/s, of which
+    # 90 % by judgement. NCCL counts 40.1 GB/s for each of 18 links of NVLink 5 (src/graph/topo.h, SM100_NVLINK_BW).
+    # Judgement: 148 SMs, as programs print; products reach the part of the peak that they reach on an H200; one 400
+    # Gb/s NIC per GPU.
+    "b200": Hardware(Device("B200", 148, 2.25e15, 0.80, 6.9e12, 180 * 10**9), Link(_NVLINK_S, 720e9), _NDR),
+    # GB300 NVL72: 72 GPUs share NVLink, of which a job takes 64. NVIDIA's datasheet: 5 PFLOP/s in bf16 with sparsity,
+    # dense is half of it, 288 GB, 8 TB/s, of which 90 % by judgement; an 800 Gb/s adapter per GPU, of which NCCL gets
+    # the part that it gets of 400 Gb/s, by judgement. Its article on Blackwell Ultra: 160 SMs.
+    "gb300": Hardware(
+        Device("GB300", 160, 2.5e15, 0.80, 7.2e12, 288 * 10**9), Link(_NVLINK_S, 720e9), Link(_NETWORK_S, 92e9), 64
+    ),
+    # As the A800 below, but for NVLink 3, at 300 GB/s each way by the datasheet of the A100 SXM. Judgement: NCCL
+    # reaches the part that it reaches of the A800's.
+    "a100": Hardware(
+        Device("A100", 108, 312e12, 0.87, 1.8e12, 80 * 10**9), Link(_NVLINK_S, 240e9), Link(_NETWORK_S, 24e9)
+    ),
     # The A800 has the chip of the A100. Its whitepaper: 108 SMs; its datasheet: 312 TFLOP/s dense, 80 GB, and 2,039
     # GB/s, of which 90 % by judgement; stas00/ml-engineering: 86.9 % on an A100 SXM. NVIDIA in NCCL issue 412: 160 GB/s
     # in a node of eight A800, of 200 GB/s, and 24 GB/s per 200 Gb/s NIC; judgement: one NIC per GPU.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -13,22 +14,30 @@ from dmuon.tools.simulation.step import Program, newton_schulz_s, owned_elements
 
 # Of an overhead: root mean square over published cases, each predicted by terms that are fitted to the others.
 ERROR = 0.034
-_ROWS: tuple[tuple[str, Program, bool], ...] = (
-    ("dedicated", "dedicated", False),
-    ("dedicated keep", "dedicated", True),
-    ("exchanged", "exchanged", False),
-    ("gather", "gather", False),
-    ("adamw", "adamw", False),
+_NAMES: dict[Program, str] = {
+    "dedicated": "dedicate_params",
+    "exchanged": "dmuon.Muon alone",
+    "gather": "Muon, gathered everywhere",
+    "adamw": "AdamW",
+}
+_KEPT = ", no reshard"
+_ROWS: tuple[tuple[Program, bool], ...] = (
+    ("exchanged", False), ("exchanged", True), ("dedicated", False), ("dedicated", True), ("gather", False),
+    ("adamw", False), ("adamw", True),
+)  # fmt: skip
+_LEGEND = (
+    "dmuon.Muon alone: on what FSDP2 sharded. dedicate_params: dmuon places whole matrices on owners.",
+    "no reshard: whole weights stay from forward to backward (reshard_after_forward=False).",
 )
 
 
 def verdict(overhead: float) -> str:
-    """An overhead with its error, or that there is none which could be told from 0.
+    """An overhead with its error, and whether it is equal to none within that.
 
     Args:
         overhead: of one predicted step over another, less 1.
     """
-    return "equal" if abs(overhead) < ERROR else f"{overhead:+.1%} ± {ERROR:.1%}"
+    return f"{overhead:+.1%} ± {ERROR:.1%}" + (" (equal)" if abs(overhead) < ERROR else "")
 
 
 def report(scenario: Scenario, device: str, peak_flops: float) -> str:
@@ -42,22 +51,28 @@ def report(scenario: Scenario, device: str, peak_flops: float) -> str:
     guessed = len(shapes & set(costs.estimated))
     experts = f", experts over {topology.ep}" if topology.ep > 1 else ""
     lines = [
-        f"predicted step, {topology.world} × {device}, {_plural(topology.nodes, 'node')} "
-        f"(replicate {topology.replicate} × shard {topology.shard} × tp {topology.tp}{experts}), "
-        f"{scenario.workload.tokens:,} tokens per rank, forward and backward at "
-        f"{scenario.machine.flops_per_s / peak_flops:.0%} of the peak; Newton–Schulz costs "
+        f"one step on {topology.world} × {device}, {_plural(topology.nodes, 'node')} "
+        f"(replicate {topology.replicate} × shard {topology.shard} × tp {topology.tp}{experts}), predicted:",
+        f"{scenario.workload.tokens:,} tokens per rank; forward and backward at "
+        f"{scenario.machine.flops_per_s / peak_flops:.0%} of the peak",
+        "Newton–Schulz costs "
         + (f"estimated for {guessed} of {_plural(len(shapes), 'shape')}" if guessed else "measured"),
-        f"{'program':<16}{'step ms':>10}{'fwd+bwd':>10}{'NS':>9}{'exposed':>9}{'vs AdamW':>16}{'vs gather':>11}",
+        "",
+        f"{'':<28}{'step ms':>9}{'fwd+bwd':>9}{'NS':>8}{'exposed':>9}{'over AdamW':>23}{'gathered':>10}",
     ]
-    adamw, gather = step_s("adamw", scenario), step_s("gather", scenario)
+    adamw = min(step_s("adamw", replace(scenario, kept=kept)) for kept in (False, True))
+    gather = step_s("gather", scenario)
     computes = scenario.workload.flops / scenario.flops_per_s
-    for name, program, kept in _ROWS:
+    for program, kept in _ROWS:
         step, ns = step_s(program, replace(scenario, kept=kept)), newton_schulz_s(program, scenario)
         overhead = "" if program == "adamw" else verdict(step / adamw - 1)
         lines.append(
-            f"{name:<16}{1e3 * step:>10.2f}{1e3 * computes:>10.2f}{1e3 * ns:>9.2f}{1e3 * (step - computes - ns):>9.2f}"
-            f"{overhead:>16}{gather / step:>10.2f}×"
+            f"{_NAMES[program] + _KEPT * kept:<28}{1e3 * step:>9.2f}{1e3 * computes:>9.2f}{1e3 * ns:>8.2f}"
+            f"{1e3 * (step - computes - ns):>9.2f}{overhead:>23}{gather / step:>9.2f}×"
         )
+    lines += ["", *_LEGEND]
+    lines.append("NS: Newton–Schulz of the slowest rank. exposed: the rest of the step, mostly communication.")
+    lines.append("gathered: the step of Muon that gathers every matrix on every rank, over this one.")
     lines.append(f"± {ERROR:.1%} is how far predictions were off from steps that others published; less is equal")
     if topology.tp > 1:
         lines.append("left out are activations on their way by tensor parallelism: all steps take longer")
@@ -97,12 +112,24 @@ class Way:
     fits: bool
 
     @property
+    def mesh(self) -> str:
+        return f"{self.topology.replicate} × {self.topology.shard}"
+
+    @property
     def place(self) -> str:
         """The mesh, and whether weights are kept."""
-        return f"{self.topology.replicate} × {self.topology.shard}" + (", kept" if self.kept else "")
+        return self.mesh + (", kept" if self.kept else "")
 
-    def code(self) -> str:
-        """What to write."""
+    @property
+    def name(self) -> str:
+        return _NAMES[self.residency] + _KEPT * self.kept
+
+    def code(self, blocks: Iterable[str] = ()) -> list[str]:
+        """Lines to paste.
+
+        Args:
+            blocks: names of the model's blocks, such as ``model.layers.0``.
+        """
         t = self.topology
         named = [(size, name) for size, name in ((t.replicate, "replicate"), (t.shard, "shard")) if size > 1]
         named = named or [(1, "shard")]
@@ -116,11 +143,22 @@ class Way:
                 data = ", ".join(f'"{name}"' for _, name in named)
                 mesh = f"{mesh}[{data}]"
         kept = ", reshard_after_forward=False" if self.kept else ""
-        if self.residency == "exchanged":
-            sharded = f"[fully_shard(part, mesh=mesh{kept}) for part in (*model.blocks, model)]"
-            return f"mesh = {mesh}; {sharded}; optimizer = dmuon.Muon(model)"
-        comm = f", comm=dmuon.CommOptions(merge_bytes={self.merge_bytes})" if self.merge_bytes else ""
-        return f"mesh = {mesh}; dmuon.dedicate_params(model, mesh{kept}{comm})"
+        lines, shard = [f"mesh = {mesh}"], "fully_shard"
+        if self.residency == "dedicated":
+            comm = f", comm=dmuon.CommOptions(merge_bytes={self.merge_bytes})" if self.merge_bytes else ""
+            lines.append(f"dmuon.dedicate_params(model, mesh{kept}{comm})")
+            shard = "dmuon.fully_shard"
+        for stack in _stacks(blocks):
+            lines += [f"for block in model.{stack}:", f"    {shard}(block, mesh=mesh{kept})"]
+        lines += [f"{shard}(model, mesh=mesh{kept})"]
+        return [*lines, "optimizer = dmuon.Muon(model, lr=3e-4)  # the learning rate of your AdamW"]
+
+
+def _stacks(blocks: Iterable[str]) -> list[str]:
+    """Attributes of a model that hold its blocks; ``blocks`` where names are no attributes."""
+    found = dict.fromkeys(re.sub(r"\.\d+$", "", block) for block in blocks)
+    named = [stack for stack in found if all(part.isidentifier() for part in stack.split("."))]
+    return named if named and len(named) == len(found) else ["blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,46 +169,65 @@ class Recommendation:
         adamw: AdamW on the mesh that suits it best, of those that fit.
         equal: ways that fit and whose predicted steps cannot be told from the fastest.
         taken: the first of these; or one of a tenth of the error more whose blocks are not merged.
+        blocks: names of the model's blocks.
     """
 
     ways: tuple[Way, ...]
     adamw: Way
     equal: tuple[Way, ...]
     taken: Way
+    blocks: tuple[str, ...]
 
     @property
     def overhead(self) -> float:
         """Of the way that is taken, over AdamW."""
         return self.taken.step_s / self.adamw.step_s - 1
 
-    def report(self) -> str:
-        """The table of alternatives, and the line to paste, as text for people."""
-        best = "the best AdamW" if self.adamw.fits else "AdamW, as none of it fits,"
-        step = f"{self.adamw.place}: {1e3 * self.adamw.step_s:.1f} ms"
+    def answer(self) -> list[str]:
+        """What to take, what it holds, what a step takes, and lines to paste."""
+        taken, adamw = self.taken, self.adamw
+        if not taken.fits:
+            return ["none of them fits into the memory of a device: add ranks, --tp or --ep"]
+        least = min(self.equal, key=lambda way: way.nbytes)
+        merged = f", blocks merged to {taken.merge_bytes / 2**20:.0f} MiB" if taken.merge_bytes else ""
         lines = [
-            f"ways to train, predicted; over {best} ({step}), ± {ERROR:.1%}:",
-            f"{'mesh':>18} {'residency':<10} {'merge MiB':>9} {'step ms':>9} {'over AdamW':>16} {'GiB':>7}",
+            f"take:  {taken.name}{merged}, on a mesh of {taken.mesh} ranks (replicas × shards)",
+            f"holds: {taken.nbytes / _GIB:.1f} GiB a rank, against {adamw.nbytes / _GIB:.1f} of AdamW"
+            f"{_KEPT * adamw.kept}, on {adamw.mesh}" + ("" if adamw.fits else ", which does not fit"),
+            f"step:  {1e3 * taken.step_s:.1f} ms, {verdict(self.overhead)} over AdamW's {1e3 * adamw.step_s:.1f}",
+        ]
+        if least.nbytes < taken.nbytes:
+            lines.append(
+                f"       (equal within the error, with least memory: {least.name}, on {least.mesh}, "
+                f"{least.nbytes / _GIB:.1f} GiB)"
+            )
+        lines += ["", *(f"    {line}" for line in taken.code(self.blocks))]
+        if taken.topology.ep > 1:
+            before = "before it " if taken.residency == "dedicated" else ""
+            lines.append(f"    # {before}experts likewise, over the ranks that hold the same ones: a mesh of their own")
+        return lines
+
+    def table(self) -> list[str]:
+        """All ways, as text for people."""
+        lines = [
+            "all ways, fastest first; < is taken:",
+            "",
+            f"{'mesh':>10}  {'':<28} {'merged MiB':>10} {'step ms':>9} {'over AdamW':>23} {'GiB':>6}",
         ]
         for way in self.ways:
-            mark = " <" if way is self.taken else "" if way.fits else "  does not fit"
+            mark = " <" if way is self.taken else "" if way.fits else " no fit"
+            merged = f"{way.merge_bytes / 2**20:.0f}" if way.merge_bytes else "-"
             lines.append(
-                f"{way.place:>18} {way.residency:<10} {way.merge_bytes / 2**20:>9.0f} {1e3 * way.step_s:>9.1f} "
-                f"{verdict(way.step_s / self.adamw.step_s - 1):>16} {way.nbytes / _GIB:>7.1f}{mark}"
+                f"{way.mesh:>10}  {way.name:<28} {merged:>10} {1e3 * way.step_s:>9.1f} "
+                f"{verdict(way.step_s / self.adamw.step_s - 1):>23} {way.nbytes / _GIB:>6.1f}{mark}"
             )
-        if not self.taken.fits:
-            return "\n".join([*lines, "none of them fits into the memory of a device: add ranks, --tp or --ep"])
-        why = "it is the fastest that fits"
-        if len(self.equal) > 1:
-            least = min(self.equal, key=lambda way: way.nbytes)
-            why = (
-                f"it fits, and {len(self.equal) - 1} more are equal to it within the error of the prediction; of all "
-                f"these {least.residency} {least.place} holds least"
-            )
-        lines += [f"recommended, because {why}:", f"    {self.taken.code()}"]
-        if self.taken.topology.ep > 1:
-            before = "before it " if self.taken.residency == "dedicated" else ""
-            lines.append(f"    # {before}experts likewise, over the ranks that hold the same ones: a mesh of their own")
-        return "\n".join(lines)
+        return [
+            *lines,
+            "",
+            *_LEGEND,
+            "merged MiB: CommOptions(merge_bytes=), which sends neighbouring blocks together.",
+            "GiB: weights, gradients, optimizer state and buffers of a rank, without activations.",
+        ]
 
 
 def recommend(scenario: Scenario, memory: float) -> Recommendation:
@@ -180,12 +237,23 @@ def recommend(scenario: Scenario, memory: float) -> Recommendation:
         scenario: on any mesh; its plan is kept, for it does not depend on the mesh.
         memory: bytes of a device.
     """
+    return compare(scenario, memory, tuple(meshes(scenario.topology)), (1, *_MERGED))
+
+
+def compare(
+    scenario: Scenario, memory: float, tried: Sequence[Topology] = (), together: Sequence[int] = (1,)
+) -> Recommendation:
+    """The same of some meshes only, of which AdamW gets one too.
+
+    Args:
+        tried: meshes; none: that of the scenario.
+        together: how many neighbouring blocks are merged.
+    """
     ways: list[Way] = []
     largest = max(b.matrix_elements for b in scenario.workload.blocks) * scenario.workload.param_bytes
-    for merged in (1, *_MERGED):
-        together = scenario.merged(merged)
-        for topology, kept in product(meshes(scenario.topology), (False, True)):
-            one = replace(together, topology=topology, kept=kept)
+    for merged in together:
+        for topology, kept in product(tried or (scenario.topology,), (False, True)):
+            one = replace(scenario.merged(merged), topology=topology, kept=kept)
             for residency in ("dedicated", "exchanged", "adamw"):
                 if merged > 1 and residency == "exchanged":
                     continue
@@ -206,7 +274,7 @@ def recommend(scenario: Scenario, memory: float) -> Recommendation:
     fitting = [way for way in muon if way.fits] or muon
     equal = tuple(_within(ERROR, fitting))
     taken = min(_within(ERROR * _TIE, fitting), key=lambda way: way.merge_bytes > 0)
-    return Recommendation(tuple(muon), adamw, equal, taken)
+    return Recommendation(tuple(muon), adamw, equal, taken, tuple(b.name for b in scenario.workload.blocks))
 
 
 def _within(error: float, ways: Sequence[Way]) -> list[Way]:

@@ -31,13 +31,18 @@ from dmuon.exchanged.layouts import Layouts, lay_out, plan, planned_owners, whol
 from dmuon.layout.topology import GlobalRank, ShardDims, grid_of_mesh
 from dmuon.model.matrix_spec import flat_of
 from dmuon.planning.agreed_plan import Costs, Speeds
-from dmuon.platform.options import check_integer
+from dmuon.platform.options import check_integer, refuse_unknown, told_apart
 from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import SolveOptions
 
+ELSEWHERE = told_apart(  # of pipelined all-to-all Muon
+    ("warmup_step", "prefetch_count=…, of as many rounds that travel ahead"),
+    ("chunk_size", "chunk_bytes=…, the bytes of whole matrices that travel to an owner at once"),
+)
 _SINGLE = "layout_of_update"  # in ``state``, of a tensor that was gathered without an assignment
 
 
+@refuse_unknown("dmuon.create_dtensor_config", ELSEWHERE)
 def create_dtensor_config(
     async_gpu_parallelism: bool = True,
     prefetch_count: int = 1,
@@ -74,6 +79,7 @@ def create_dtensor_config(
     return _config(LayoutRecipe(options=options), async_gpu_parallelism, prefetch_count)
 
 
+@refuse_unknown("dmuon.create_processgroup_config", ELSEWHERE)
 def create_processgroup_config(
     fsdp_pg: dist.ProcessGroup | None = None,
     tp_pg: dist.ProcessGroup | None = None,
@@ -116,6 +122,7 @@ def create_processgroup_config(
     return config
 
 
+@refuse_unknown("dmuon.create_devicemesh_config", ELSEWHERE)
 def create_devicemesh_config(
     device_mesh: DeviceMesh,
     mesh_dim_names: Sequence[str],
@@ -149,6 +156,7 @@ def create_devicemesh_config(
     return config
 
 
+@refuse_unknown("dmuon.create_auto_config", ELSEWHERE)
 def create_auto_config(
     tp_process_group: dist.ProcessGroup | None = None,
     fsdp_process_group: dist.ProcessGroup | None = None,

@@ -124,7 +124,8 @@ class AllToAll:
             if i in rows and last is not None and (last.number, last.end) == (number, begin):
                 last.end += count
             else:
-                self.sends.append(_Send(number, begin, begin + count, piece.numel, _cut_between(own, piece)))
+                cut = _cut_between(own, piece, routes[i])
+                self.sends.append(_Send(number, begin, begin + count, piece.numel, cut))
         self.lengths = [(send.end - send.begin) * send.numel for send in self.sends]
 
     def _plan_wants(self, routes: Sequence[Route], here: Position, rows: Mapping[int, tuple[int, int]]) -> None:
@@ -140,13 +141,15 @@ class AllToAll:
             gets += [(sender, i) for sender in pieces if sender != here]
             if i not in rows:
                 want = route.receivers[here]
-                places = {sender: piece.seen_from(want) for sender, piece in pieces.items()}
+                places = {sender: route.place(piece, want) for sender, piece in pieces.items()}
                 places = dict(sorted(places.items(), key=lambda item: [runs[0][0] for runs in item[1].runs]))
                 parts = {sender: _Part(pieces[sender], place, route.count) for sender, place in places.items()}
                 if here in parts:
-                    parts[here].cut = _cut_between(route.senders[here], pieces[here])
+                    parts[here].cut = _cut_between(route.senders[here], pieces[here], route)
                 is_one = list(pieces.values()) == [want]
                 along = split_dim(want.shape, tuple(places.values()))
+                if route.layout.flat:  # concatenated as one row
+                    along = 1
                 wanted[i] = _Wanted((route.count, *want.shape), parts, is_one, along)
         run: _Part | None = None  # neighbours of one stack, perhaps of several senders
         follows: tuple[int, int] | None = None  # of which stack, and where in it, the next one would join the run
@@ -170,14 +173,18 @@ _Block = tuple[tuple[slice, ...], tuple[slice, ...]]  # in a piece, and in the w
 
 
 class _Cut:
-    """Part of what a rank has of each of some matrices: where it is one block, the ``index`` of a view of it."""
+    """Part of what a rank has of each of some matrices, or of each as one row: where it is one block, a view of it."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.shape, self.blocks = piece.shape, _blocks(piece)
+    def __init__(self, piece: Piece, *, flat: bool) -> None:
+        self.shape, self.blocks, self._flat = piece.shape, _blocks(piece), flat
         self.index = self.blocks[0][1] if len(self.blocks) == 1 else None
 
-    def copied(self, tensor: Tensor) -> Tensor:
-        """``(count, …)``, of several blocks or none."""
+    def taken(self, tensor: Tensor) -> Tensor:
+        """``(count, …)``."""
+        if self._flat:
+            tensor = tensor.reshape(len(tensor), 1, -1)
+        if self.index is not None:
+            return tensor[self.index]
         part = tensor.new_empty((len(tensor), *self.shape))
         for block, of_whole in self.blocks:
             part[block] = tensor[of_whole]
@@ -218,9 +225,9 @@ class _Wanted:
     split_dim: int | None
 
 
-def _cut_between(source: Piece, piece: Piece) -> _Cut | None:
+def _cut_between(source: Piece, piece: Piece, route: Route) -> _Cut | None:
     """Of what ``source`` has; where that is the same, nothing is to do."""
-    return None if piece == source else _Cut(piece.seen_from(source))
+    return None if piece == source else _Cut(route.place(piece, source), flat=route.layout.flat)
 
 
 def _blocks(piece: Piece) -> list[_Block]:
@@ -260,7 +267,7 @@ class Redistribution:
             if len(part) != send.end - send.begin:
                 part = part[send.begin : send.end]
             if cut is not None:
-                part = cut.copied(part) if cut.index is None else part[cut.index]
+                part = cut.taken(part)
             parts.append(part)
             slots.append(slot.view(part.shape))
         if parts:
@@ -288,12 +295,11 @@ class Redistribution:
                 elif part.cut is None:
                     parts.append(kept[number])
                 else:
-                    index = part.cut.index
-                    parts.append(part.cut.copied(kept[number]) if index is None else kept[number][index])
+                    parts.append(part.cut.taken(kept[number]))
             if wanted.is_one:
                 found[number] = parts[0]
             elif parts and wanted.split_dim is not None:  # one kernel instead of one a piece
-                found[number] = torch.cat(parts, wanted.split_dim + 1)
+                found[number] = torch.cat(parts, wanted.split_dim + 1).view(wanted.shape)  # of flat parts, one row
             else:
                 found[number] = whole = self._like.new_empty(wanted.shape)
                 for part, tensor in zip(wanted.parts.values(), parts, strict=True):

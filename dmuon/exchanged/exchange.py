@@ -21,13 +21,13 @@ from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
 from dmuon.exchanged.copies_vote import Copies, CopiesVote, lines_of
-from dmuon.exchanged.generators import ByLayout, default_config
+from dmuon.exchanged.generators import ByLayout, default_config, recipe_of
 from dmuon.exchanged.layouts import Layouts, lay_out, owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
 from dmuon.layout.matrices import Region, Spread, Strategy, numbered, stack_shape
-from dmuon.layout.parameters import ParameterLayout, place_dtensor, place_replicated, ranks_of_mesh
+from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_replicated, ranks_of_mesh
 from dmuon.layout.topology import GlobalRank, Ranks, listed
-from dmuon.model.matrix_spec import is_one_matrix, spec_of
+from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of, spec_of
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
@@ -73,11 +73,10 @@ def exchange_for(
         return None
     state, old = config.state, None if last is None else last.known
     state |= {"rank": this_rank(), "param_names": list(names), LAYOUTS: old}
-    functions: tuple[object, ...] = (config.assign_fn, config.gather_fn, config.redistribute_fn)
-    assigned, gathered, redistributed = (fn.recipe if isinstance(fn, ByLayout) else None for fn in functions)
-    by_layout = gathered is not None and gathered is redistributed
+    gathered, assigned = recipe_of(config), config.assign_fn.recipe if isinstance(config.assign_fn, ByLayout) else None
+    by_layout = gathered is not None
     by_recipe = by_layout and assigned is gathered
-    recipe = gathered if by_layout else assigned  # None leaves to the user's functions where parameters lie
+    recipe = gathered or assigned  # None leaves to the user's functions where parameters lie
     layouts: Layouts | None = None
     if recipe is not None:
         layouts = lay_out(
@@ -275,7 +274,7 @@ class Exchange(Residency):
         if id(param) in self.copies:
             return place_replicated(param, ranks_of(self.copies[id(param)]))
         try:
-            return place_dtensor(param, "", self._rank) if isinstance(param, DTensor) else None
+            return place_by_itself(param, "", self._rank)
         except ValueError:
             return None
 
@@ -283,6 +282,8 @@ class Exchange(Residency):
         """Those that share a parameter, as far as it tells; ascending."""
         if isinstance(param, DTensor):
             return ranks_of_mesh(param.device_mesh)
+        if (flat := flat_of(param)) is not None:
+            return tuple(sorted(GlobalRank(rank) for row in flat.ranks for rank in row))
         group = self.copies.get(id(param))
         return () if group is None else tuple(sorted(ranks_of(group)))
 
@@ -417,7 +418,7 @@ class LayoutExchange(Exchange):
             index, shared = task.position, task.shared
             assert shared is not None
             ranks, name = shared.domain.ranks, self.names[index]
-            if task.region is not None:
+            if not is_one_matrix(task.param):
                 first, last = task.numbers[0], task.numbers[-1]
                 name += f"[{first}]" if first == last else f"[{first}…{last}]"
             strategy = shared.parcel.strategy
@@ -491,7 +492,9 @@ class UserExchange(Exchange):
         """Each parameter on its own: only the functions know how large the whole is."""
         tasks = []
         for number, param in self._exchanged.items():
-            stack = stack_shape(local_tensor(param).shape, spec_of(param))
+            local, spec = local_tensor(param).shape, spec_of(param)
+            is_flat = len(local) < 2 or (len(local) > 3 and not spec.flattened)
+            stack = (1, local.numel(), 1) if is_flat else stack_shape(local, spec)
             whole = Region(stack, (0, stack[0]), 1, ((0, stack[1]),) if stack[1] else ())
             numbers = tuple(range(max(1, stack[0])))
             tasks.append(Task(param, number, (stack[1], stack[2]), len(numbers), {}, whole, numbers=numbers))
@@ -510,7 +513,8 @@ class UserExchange(Exchange):
 
     def table(self) -> list[Exchanged]:
         columns = zip(self.params, self.names, self.owners, strict=True)
-        return [_row(param, name, param.shape, "a user's functions say", (), owner) for param, name, owner in columns]
+        plain = "a user's functions say"
+        return [_row(param, name, shape_of(param), plain, (), owner) for param, name, owner in columns]
 
 
 def _row(

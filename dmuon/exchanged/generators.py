@@ -29,14 +29,20 @@ from dmuon.exchanged.config import (
 )
 from dmuon.exchanged.layouts import Layouts, lay_out, plan, planned_owners, whole_parcel
 from dmuon.layout.topology import GlobalRank, ShardDims, grid_of_mesh
+from dmuon.model.matrix_spec import flat_of
 from dmuon.planning.agreed_plan import Costs, Speeds
-from dmuon.platform.options import check_integer
+from dmuon.platform.options import check_integer, refuse_unknown, told_apart
 from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import SolveOptions
 
+ELSEWHERE = told_apart(  # of pipelined all-to-all Muon
+    ("warmup_step", "prefetch_count=…, of as many rounds that travel ahead"),
+    ("chunk_size", "chunk_bytes=…, the bytes of whole matrices that travel to an owner at once"),
+)
 _SINGLE = "layout_of_update"  # in ``state``, of a tensor that was gathered without an assignment
 
 
+@refuse_unknown("dmuon.create_dtensor_config", ELSEWHERE)
 def create_dtensor_config(
     async_gpu_parallelism: bool = True,
     prefetch_count: int = 1,
@@ -73,6 +79,7 @@ def create_dtensor_config(
     return _config(LayoutRecipe(options=options), async_gpu_parallelism, prefetch_count)
 
 
+@refuse_unknown("dmuon.create_processgroup_config", ELSEWHERE)
 def create_processgroup_config(
     fsdp_pg: dist.ProcessGroup | None = None,
     tp_pg: dist.ProcessGroup | None = None,
@@ -115,6 +122,7 @@ def create_processgroup_config(
     return config
 
 
+@refuse_unknown("dmuon.create_devicemesh_config", ELSEWHERE)
 def create_devicemesh_config(
     device_mesh: DeviceMesh,
     mesh_dim_names: Sequence[str],
@@ -148,6 +156,7 @@ def create_devicemesh_config(
     return config
 
 
+@refuse_unknown("dmuon.create_auto_config", ELSEWHERE)
 def create_auto_config(
     tp_process_group: dist.ProcessGroup | None = None,
     fsdp_process_group: dist.ProcessGroup | None = None,
@@ -211,7 +220,7 @@ def default_config(copies: Mapping[int, dist.ProcessGroup], params: Sequence[Ten
     Args:
         copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
     """
-    if not any(id(p) in copies or isinstance(p, DTensor) for p in params):
+    if not any(id(p) in copies or isinstance(p, DTensor) or flat_of(p) for p in params):
         return None
     ranks = {key: ranks_of(group) for key, group in copies.items()}
     return _config(LayoutRecipe(copies=ranks, options=LayoutOptions()))
@@ -249,6 +258,13 @@ class ByLayout:
     """One of the three functions: what it does follows from a recipe, by which an optimizer may do the same at once."""
 
     recipe: LayoutRecipe
+
+
+def recipe_of(config: DistributedConfig) -> LayoutRecipe | None:
+    """By which matrices are exchanged at once; None where a user's functions gather or redistribute."""
+    functions: tuple[object, ...] = (config.gather_fn, config.redistribute_fn)
+    gathered, redistributed = (fn.recipe if isinstance(fn, ByLayout) else None for fn in functions)
+    return gathered if gathered is redistributed else None
 
 
 class AssignByLayout(ByLayout):
@@ -296,7 +312,8 @@ class GatherByLayout(ByLayout):
         placed = placed.whole
         parcel = whole_parcel(placed, dst_rank, "update")
         domain, what = layouts.domains[placed.ranks], "gather of one matrix"
-        wholes = redistribute_all([parcel.to_owner], {0: local[None]}, domain, local, what)
+        part = local.reshape(1, *parcel.pieces[domain.position].shape)  # of a flat piece, one row
+        wholes = redistribute_all([parcel.to_owner], {0: part}, domain, local, what)
         return wholes[0][0] if wholes else None
 
     def _single(self, update: Tensor, state: dict[str, Any]) -> tuple[Layouts, int]:
@@ -332,7 +349,7 @@ class RedistributeByLayout(ByLayout):
         copies = Copies([parcel], domain)
         if copies.needed:
             parts = Copying(copies, parts, local.new_empty(0), f"copies of {what}").wait()
-        return parts[0][0].to(local.dtype) if parts else local.new_empty(local.shape)
+        return parts[0].view(local.shape).to(local.dtype) if parts else local.new_empty(local.shape)
 
 
 def _under_way(state: Mapping[str, Any]) -> tuple[Layouts, int] | None:

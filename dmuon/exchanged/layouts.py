@@ -30,12 +30,12 @@ from dmuon.layout.parameters import (
     ParameterLayout,
     part_among_holders,
     place,
-    place_dtensor,
+    place_by_itself,
     place_replicated,
 )
 from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed, position_in
-from dmuon.model.matrix_spec import is_one_matrix, spec_of
+from dmuon.model.matrix_spec import flat_of, is_one_matrix, spec_of
 from dmuon.planning.agreed_plan import Speeds, make_plan
 from dmuon.planning.cost_lookup import link_latency_ns, link_ns_per_byte
 from dmuon.planning.device_key import NsOptions
@@ -153,7 +153,7 @@ def lay_out(
     among_holders = among_holders and not (dist.is_initialized() and default_group_is_bound())
     if among_holders:  # a default group that is bound to a device allows no further groups of some ranks
         placed = [
-            one if one is None or spec_of(param).flattened else part_among_holders(one, this_rank())
+            one if one is None or spec_of(param).flattened or one.layout.flat else part_among_holders(one, this_rank())
             for param, one in zip(params, placed, strict=True)
         ]
 
@@ -198,10 +198,8 @@ def _placed_alone(
     for param, name in zip(params, names, strict=True):
         copies = recipe.copies.get(id(param))
         try:
-            if isinstance(param, DTensor):
-                placed.append(place_dtensor(param, name, this_rank()))
-            else:
-                placed.append(None if copies is None else place_replicated(param, copies))
+            own = place_by_itself(param, name, this_rank())
+            placed.append(own if own is not None or copies is None else place_replicated(param, copies))
         except ValueError as error:
             first = first or error
             placed.append(_suspected(param))
@@ -210,6 +208,9 @@ def _placed_alone(
 
 def _suspected(param: Tensor) -> ParameterLayout | None:
     """Where a parameter that cannot be placed seems to lie, for its ranks to hear of it; None if that is unknown."""
+    flat = flat_of(param)
+    if flat is not None:
+        return place_replicated(param, sorted(GlobalRank(rank) for row in flat.ranks for rank in row))
     if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
         return None
     return place_replicated(param, sorted(set(param.device_mesh.mesh.flatten().tolist())))
@@ -480,7 +481,9 @@ def _tasks_of(
     result = []
     param = layouts.params[index]
     spec = spec_of(param)
-    stack = stack_shape(local_tensor(param).shape, spec)
+    local_shape, flat = local_tensor(param).shape, placed.layout.flat
+    stack = (1, 1, local_shape.numel()) if flat else stack_shape(local_shape, spec)
+    is_one = is_one_matrix(param)
     domain, position = layouts.domains[placed.ranks], position_in(placed.ranks, rank)
     offset = 0  # in the local stack
     before: Share | None = None
@@ -496,14 +499,17 @@ def _tasks_of(
         strategy = cast(Strategy, layouts.strategies[index]) if len(share.holders) > 1 else "owner"
         for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
             span = (offset + start, offset + stop) if local else (0, 0)
-            region = Region(stack, span, spec.dim, share.runs.get(position, ()))
+            if flat:
+                region = Region(stack, (0, 1), 2, share.runs[position], is_all=is_one)
+            else:
+                region = Region(stack, span, spec.dim, share.runs.get(position, ()))
             task = Task(
                 param,
                 index,
                 (m, n),
                 size,
                 variants,
-                None if is_one_matrix(param) else region,
+                region if flat or not is_one else None,
                 spec.transposed,
                 tuple(numbers[start:stop]),
                 Shared(domain, Parcel(stop - start, share.spread, owner, strategy), (placed.layout, spec)),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from dmuon.exchanged.config import OWN_ENTRIES, DistributedConfig, Waitable
 from dmuon.kernels import momentum_update, normalized, update_scale
 from dmuon.layout.matrices import local_regions
 from dmuon.layout.topology import GlobalRank
-from dmuon.model.matrix_spec import spec_of
+from dmuon.model.matrix_spec import MatrixSpec, flat_of, shape_of, spec_of
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
@@ -189,11 +190,12 @@ def check_gathered(
     rank: GlobalRank,
     local_shape: Sequence[int],
     global_shape: Sequence[int] | None,
+    spec: MatrixSpec,
 ) -> Tensor | None:
     """The whole matrix of parameter ``name`` on its owner, and None on other ranks, whatever ``gather_fn`` gave there.
 
     A DTensor's local tensor is what counts. ``global_shape`` None is unknown: then no side may be smaller than that of
-    ``local_shape``, this rank's part.
+    ``local_shape``, this rank's part; if that has other dimensions, there may not be fewer elements than it has.
 
     Raises:
         RuntimeError: on the owner, anything but a tensor of the whole matrix's shape.
@@ -211,14 +213,23 @@ def check_gathered(
     if global_shape is not None:
         fits = shape == tuple(global_shape)
         expected = f"the whole matrix is {tuple(global_shape)}"
-    else:
-        fits = len(shape) == len(part) and all(side >= least for side, least in zip(shape, part, strict=True))
+    elif len(shape) == len(part):
+        fits = all(side >= least for side, least in zip(shape, part, strict=True))
         expected = f"this rank's part alone is {part}"
+    else:
+        fits, expected = prod(shape) >= prod(part), f"this rank's part alone has {prod(part)} elements"
     if not fits:
         raise RuntimeError(
             f"gather_fn returned a tensor of shape {shape} for parameter {name!r} on rank {rank}; {expected}: "
             "join the parts of all ranks along the dimensions that are sharded"
         )
+    try:
+        spec.matrix_shape(shape)
+    except ValueError as fault:
+        raise RuntimeError(
+            f"gather_fn returned a tensor for parameter {name!r} on rank {rank} that Muon cannot take: {fault}; return "
+            "it in the shape that it has in the layer"
+        ) from None
     return local
 
 
@@ -272,6 +283,7 @@ class UserRound(Round):
 
     def __post_init__(self) -> None:
         self._unproven = {batch.position for batch in self.batches}
+        self._shapes: dict[int, tuple[int, ...]] = {}  # of what was gathered here before
 
     def run(self, step: Step) -> Iterator[bool]:
         """Nothing is recorded: what is here of each matrix, only the functions know."""
@@ -319,18 +331,23 @@ class UserRound(Round):
         fault: RuntimeError | None = None
         for number, batch in batches.items():
             param = batch.params[0]
+            known = shape_of(param) if isinstance(param, DTensor) or flat_of(param) else None
             with timer.phase("exchange"):
                 with self._named("gather_fn", number):
                     whole = gathered.pop(number).wait()
                 try:
-                    wholes[number] = check_gathered(
+                    gathered_whole = check_gathered(
                         whole,
                         name=self.names[number],
                         owner=self.owners[number],
                         rank=self.rank,
                         local_shape=tuple(local_tensor(param).shape),
-                        global_shape=tuple(param.shape) if isinstance(param, DTensor) else None,
+                        global_shape=self._shapes.get(number, known),
+                        spec=spec_of(param),
                     )
+                    if gathered_whole is not None:
+                        self._shapes[number] = tuple(gathered_whole.shape)  # by which the learning rate is scaled
+                    wholes[number] = gathered_whole
                 except RuntimeError as error:
                     wholes[number], fault = None, fault or error
         self._raise(fault, wholes)

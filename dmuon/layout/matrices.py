@@ -5,17 +5,17 @@ And matrices that lie alike and have one owner: who sends what to the owner, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dmuon.layout.shards import Piece, Run, Runs, ShardLayout, cells, within
+from dmuon.layout.shards import Piece, Run, Runs, ShardLayout, cells, flat_piece, joined, within
 from dmuon.layout.topology import Position, positions
 from dmuon.model.matrix_spec import MatrixSpec
 
@@ -45,6 +45,12 @@ class Route:
         if piece.covers(self.layout.shape):
             return wanted
         return piece if wanted.covers(self.layout.shape) else piece.meet(wanted)
+
+    def place(self, piece: Piece, whole: Piece) -> Piece:
+        """Where ``piece`` is in what a rank has or wants, ``whole``, whose index it gives."""
+        if self.layout.flat and whole.covers(self.layout.shape):
+            return piece  # of the matrix as one row
+        return piece.seen_from(whole)
 
     @property
     def travels(self) -> bool:
@@ -273,6 +279,7 @@ class Region:
         runs: local indices.
         offset: in a flat local tensor, where the stack begins.
         row_offset: where it does in what has one number for each output.
+        is_all: the tensor is one matrix, of which a flat shard is here.
     """
 
     stack: tuple[int, int, int]
@@ -281,6 +288,7 @@ class Region:
     runs: Runs
     offset: int = 0
     row_offset: int = 0
+    is_all: bool = False
 
     @property
     def count(self) -> int:
@@ -390,6 +398,8 @@ def shares(layout: ShardLayout, spec: MatrixSpec) -> tuple[Share, ...]:
     Raises:
         ValueError: the tensor has another shape than ``spec`` says, or is cut along a dimension of a kernel.
     """
+    if layout.flat:
+        return tuple(_flat_shares(layout, spec))
     stacked = _stacked(layout, spec)
     axis = spec.dim - 1
     result = []
@@ -405,6 +415,25 @@ def shares(layout: ShardLayout, spec: MatrixSpec) -> tuple[Share, ...]:
             local = {holder: runs for holder, (_, runs) in zip(cell.holders, cut, strict=True)}
             result.append(Share(part, cell.start, cell.stop, Spread(of_matrix, cell.holders), local))
     return tuple(result)
+
+
+def _flat_shares(layout: ShardLayout, spec: MatrixSpec) -> Iterator[Share]:
+    """Each matrix on its own. Ranks without an element of it hold it too, and may own it."""
+    e, m, n = spec.matrix_shape(layout.shape)
+    holders = positions(len(layout.pieces))
+    for number, (part, runs) in product(range(e), enumerate(spec.runs((e, m, n)[spec.dim]))):
+        length = sum(stop - start for start, stop in runs)
+        if spec.transposed:
+            rows = range(number * m * n, (number + 1) * m * n, n)
+            shape, wanted = (m, length), joined((row + start, row + stop) for row in rows for start, stop in runs)
+        else:
+            first = number * m
+            shape, wanted = (length, n), tuple(((first + start) * n, (first + stop) * n) for start, stop in runs)
+        cut = [within(piece.runs[1], wanted) for piece in layout.pieces]
+        pieces = tuple(flat_piece(of_matrix) for of_matrix, _ in cut)
+        local = {holder: held for holder, (_, held) in zip(holders, cut, strict=True)}
+        spread = Spread(ShardLayout(shape, pieces, layout.replicas, flat=True), holders)
+        yield Share(part, number, number + 1, spread, local)
 
 
 @lru_cache(maxsize=1024)

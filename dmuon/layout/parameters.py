@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from dmuon.layout.shards import Piece, ShardLayout, cells, layout_from_shapes, layout_of
+from dmuon.layout.shards import Piece, ShardLayout, cells, flat_layout, layout_from_shapes, layout_of
 from dmuon.layout.topology import COPIES, ROLES, GlobalRank, RankGrid, Ranks, ShardDims
+from dmuon.model.matrix_spec import flat_of
 from dmuon.platform.torch_private import local_tensor
 
 
@@ -81,6 +82,29 @@ def place_dtensor(param: DTensor, name: str, rank: GlobalRank) -> ParameterLayou
             "make it with distribute_tensor, or pass plain shards with shard_dims=…"
         )
     return ParameterLayout(line.ranks, layout)
+
+
+def place_by_itself(param: Tensor, name: str, rank: GlobalRank) -> ParameterLayout | None:
+    """Where a parameter says itself that it lies, as DTensors and pieces of flat tensors do; None of any other.
+
+    Raises:
+        ValueError: a DTensor or a piece that does not lie as it says.
+    """
+    if isinstance(param, DTensor):
+        return place_dtensor(param, name, rank)
+    flat = flat_of(param)
+    if flat is None:
+        return None
+    layout = flat_layout(flat.shape, flat.begin, flat.length, len(flat.ranks[0]), len(flat.ranks))
+    about = f"parameter {name!r} is a piece of a flat tensor"
+    placed = _placed([GlobalRank(rank) for row in flat.ranks for rank in row], layout, about)
+    expected = placed.layout.pieces[placed.ranks.index(rank)].shape[1:]
+    if expected != tuple(param.shape):
+        raise ValueError(
+            f"{about}, of which rank {rank} has {expected}, and not {tuple(param.shape)}; build the optimizer when the "
+            "model is wrapped, and leave its parameters as FSDP1 cuts them"
+        )
+    return placed
 
 
 def part_among_holders(placed: ParameterLayout, rank: GlobalRank) -> ParameterLayout:
@@ -200,9 +224,10 @@ def place(
 ) -> list[ParameterLayout | None]:
     """Where each parameter lies; None for one that only this rank holds.
 
-    A DTensor lies where its placements say, with copies along each dimension of ``grid`` that its mesh does not extend
-    along. A plain tensor is cut by each role that ``shard_dims`` gives a dimension of it, and copied along ``dp``,
-    ``cp`` and the roles that ``shard_dims`` gives None. Along ``ep``, what nothing else is said of is independent.
+    A DTensor lies where its placements say, and what FSDP1 has cut as that says, with copies along each dimension of
+    ``grid`` that its mesh does not extend along. A plain tensor is cut by each role that ``shard_dims`` gives a
+    dimension of it, and copied along ``dp``, ``cp`` and the roles that ``shard_dims`` gives None. Along ``ep``, what
+    nothing else is said of is independent.
 
     Args:
         rank: whose parameters these are; one of ``grid.ranks``.
@@ -216,8 +241,9 @@ def place(
     placed: list[ParameterLayout | None] = []
     cut: dict[int, dict[int, int | None]] = {}
     for i, (param, name) in enumerate(zip(params, names, strict=True)):
-        if isinstance(param, DTensor):
-            layout = _with_copies(place_dtensor(param, name, rank), name, grid, rank)
+        own = place_by_itself(param, name, rank)
+        if own is not None:
+            layout = _with_copies(own, name, grid, rank)
         else:
             dims = _dims(param, name, grid, (shard_dims(param) if callable(shard_dims) else shard_dims) or {})
             layout = place_replicated(param, grid.line(rank, dims))
@@ -233,7 +259,8 @@ def place(
 
 def _with_copies(placed: ParameterLayout, name: str, grid: RankGrid, rank: GlobalRank) -> ParameterLayout:
     """``placed`` with the copies along the dimensions of ``grid`` that it does not extend along."""
-    about = f"parameter {name!r} is a DTensor over ranks {list(placed.ranks)}"
+    kind = "cut by FSDP1" if placed.layout.flat else "a DTensor"
+    about = f"parameter {name!r} is {kind} over ranks {list(placed.ranks)}"
     if not set(placed.ranks) <= set(grid.ranks):
         raise ValueError(
             f"{about}, but the given process groups join ranks {sorted(grid.ranks)}; give the group of each "
@@ -259,6 +286,7 @@ def _with_copies(placed: ParameterLayout, name: str, grid: RankGrid, rank: Globa
         base.shape,
         base.pieces * len(copies),
         tuple(copy * of_copy + replica for copy in copies for replica in base.replicas),
+        base.flat,
     )
     return _placed([line[copy] for copy in copies for line in lines], layout, about)
 

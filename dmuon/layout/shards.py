@@ -71,6 +71,7 @@ class ShardLayout:
         pieces: by position among the ranks that hold the tensor.
         replicas: by position, the number of the copy that the piece belongs to. The pieces of one copy are disjoint
             and make up the whole.
+        flat: pieces are those of the tensor as one row, ``(1, numel)``, of which each is a run.
         split_dim: the one dimension that is cut, where each piece is a single run of it and all of the others: the
             whole is then the concatenation of pieces in ``order``. None if nothing is cut or not in this way.
     """
@@ -78,11 +79,12 @@ class ShardLayout:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     replicas: tuple[int, ...]
+    flat: bool = False
     split_dim: int | None = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "split_dim", split_dim(self.shape, self.pieces))
+        object.__setattr__(self, "split_dim", 1 if self.flat else split_dim(self.shape, self.pieces))
         object.__setattr__(self, "_hash", hash((self.shape, self.pieces, self.replicas)))
 
     def __hash__(self) -> int:
@@ -100,7 +102,8 @@ class ShardLayout:
 
     def reordered(self, order: Sequence[int]) -> ShardLayout:
         """The layout whose position ``i`` is this one's ``order[i]``."""
-        return ShardLayout(self.shape, tuple(self.pieces[i] for i in order), tuple(self.replicas[i] for i in order))
+        pieces, replicas = tuple(self.pieces[i] for i in order), tuple(self.replicas[i] for i in order)
+        return ShardLayout(self.shape, pieces, replicas, self.flat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,23 @@ def layout_from_shapes(
     if len(sizes) != len(dims) or prod(sizes) != len(shapes):
         raise ValueError(f"{len(shapes)} local shapes and dims {tuple(dims)} for a grid of extents {tuple(sizes)}")
     return _layout_from_shapes(tuple(tuple(shape) for shape in shapes), tuple(sizes), tuple(dims))
+
+
+@lru_cache(maxsize=1024)
+def flat_layout(shape: tuple[int, ...], begin: int, length: int, shards: int, copies: int = 1) -> ShardLayout:
+    """The layout of a tensor that begins at element ``begin`` of a flat one, which is cut into shards of ``length``.
+
+    Positions count the shards of one copy after the other.
+    """
+    bounds = [min(max(shard * length - begin, 0), prod(shape)) for shard in range(shards + 1)]
+    pieces = tuple(flat_piece(joined([run] if run[0] < run[1] else [])) for run in pairwise(bounds))
+    replicas = tuple(copy for copy in range(copies) for _ in pieces)
+    return ShardLayout(shape, pieces * copies, replicas, flat=True)
+
+
+def flat_piece(runs: Runs) -> Piece:
+    """Elements of a tensor as one row."""
+    return Piece((((0, 1),), runs))
 
 
 def cells(layout: ShardLayout) -> list[Cell]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -161,7 +162,7 @@ def _runs_of(start: int, stop: int, size: int, begin: int, period: int) -> tuple
 
 def is_one_matrix(param: Tensor) -> bool:
     """Whether ``param`` is one matrix just as it is stored."""
-    return param.ndim == 2 and spec_of(param).is_whole
+    return len(shape_of(param)) == 2 and spec_of(param).is_whole
 
 
 def _check_positive(name: str, value: object) -> None:
@@ -172,7 +173,40 @@ def _check_positive(name: str, value: object) -> None:
 
 
 _WHOLE = MatrixSpec()
-_REMEMBERED, _FAULT = "_dmuon_matrices", "_dmuon_fault"
+_REMEMBERED, _FAULT, _FLAT = "_dmuon_matrices", "_dmuon_fault", "_dmuon_flat"
+
+
+class FlatShard(NamedTuple):
+    """Of which tensor a flat parameter is a piece, and where that lies: in a longer flat tensor, cut into shards.
+
+    Attributes:
+        shape: of the tensor.
+        begin: its first element in the longer tensor.
+        length: of each shard of that.
+        ranks: of the shards, for each copy.
+    """
+
+    shape: tuple[int, ...]
+    begin: int
+    length: int
+    ranks: tuple[tuple[int, ...], ...]
+
+
+def remember_flat(param: Tensor, shard: FlatShard) -> None:
+    """Let every optimizer know ``param`` as that piece; as :func:`remember_spec` does."""
+    setattr(param, _FLAT, tuple(shard))
+
+
+def flat_of(param: Tensor) -> FlatShard | None:
+    """What was remembered of ``param``; None of a tensor that is no flat piece."""
+    fields = getattr(param, _FLAT, None)
+    return None if fields is None else FlatShard(*fields)
+
+
+def shape_of(param: Tensor) -> tuple[int, ...]:
+    """The shape of what Muon takes: of a flat piece that of the tensor it is a piece of."""
+    fields = getattr(param, _FLAT, None)
+    return tuple(param.shape) if fields is None else fields[0]
 
 
 def remember_spec(param: Tensor, spec: MatrixSpec, fault: str | None = None) -> None:

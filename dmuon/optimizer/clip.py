@@ -19,6 +19,7 @@ from dmuon.dedicated.owned_operations import by_kind, whole_terms
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.layout.topology import listed
+from dmuon.model.matrix_spec import flat_of
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import local_tensor
 
@@ -131,6 +132,11 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def _require_alike(tensors: Sequence[Tensor]) -> None:
     """Raise where ranks would each find another total of what they share."""
+    if any(flat_of(tensor) for tensor in tensors):
+        raise ValueError(
+            "parameters cut by FullyShardedDataParallel (FSDP1) do not say which ranks have the rest of them: call "
+            "clip_grad_norm_ of the FSDP1 model itself"
+        )
     runtimes = dict.fromkeys(runtime for tensor in tensors if (runtime := runtime_of(tensor)) is not None)
     for runtime in runtimes:
         own = runtime.param_ids() if runtime.strangers else set()

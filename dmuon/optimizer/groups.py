@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -28,18 +27,14 @@ from dmuon.model.makeup import (
     refusal,
     sites_of,
 )
-from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, shape_of, spec_of
 from dmuon.model.routing import UNINITIALIZED, Exclude, Route, Select, notice, route_parameters
+from dmuon.optimizer.flat_shards import in_original_shapes, note_flat_shards
 from dmuon.optimizer.options import check_names, check_options
 from dmuon.optimizer.wrapping import replicated_by_ddp
 from dmuon.planning.device_key import NS_DEFAULTS
 from dmuon.platform.log import logger
-from dmuon.platform.torch_private import flattened_by_fsdp1, local_tensor, unwrapped_for_ddp
-
-_FLATTENED = (
-    "was flattened by FullyShardedDataParallel (FSDP1), whose shards are no parts of a matrix; use torch's fully_shard "
-    "(FSDP2) instead"
-)
+from dmuon.platform.torch_private import local_tensor, unwrapped_for_ddp
 
 _log = logger(__name__)
 
@@ -69,14 +64,13 @@ def param_groups(
                     f"{name}: dedicate_params has routed this model already; pass {name} to dedicate_params"
                 )
         return _groups(_routed_around(model))
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"module {name or 'model'!r} {_FLATTENED}")
-    routes = route_parameters(inside_ddp(model), select, exclude)
-    if (told := notice(routes)) is not None:
-        _log.warning("%s", told)
-    _remember(routes)
-    return _groups([(route.param, route.muon) for route in routes])
+    note_flat_shards(model.parameters())
+    with in_original_shapes(model.parameters()) as swap:
+        routes = route_parameters(inside_ddp(model), select, exclude)
+        if (told := notice(routes)) is not None:
+            _log.warning("%s", told)
+        _remember(routes)
+    return _groups([(swap.get(id(route.param), route.param), route.muon) for route in routes])
 
 
 def _remember(routes: Iterable[Route]) -> None:
@@ -137,8 +131,8 @@ def _groups(routed: Sequence[tuple[Tensor, bool]], names: Sequence[str] | None =
     rest = [i for i, (_, use_muon) in enumerate(routed) if not use_muon]
     parts: list[tuple[list[int], dict[str, Any]]] = [
         (muon, {"use_muon": True}),
-        ([i for i in rest if routed[i][0].ndim >= 2], {"use_muon": False}),
-        ([i for i in rest if routed[i][0].ndim < 2], {"use_muon": False, "weight_decay": 0.0}),
+        ([i for i in rest if len(shape_of(routed[i][0])) >= 2], {"use_muon": False}),
+        ([i for i in rest if len(shape_of(routed[i][0])) < 2], {"use_muon": False, "weight_decay": 0.0}),
     ]
     return [
         {
@@ -250,7 +244,9 @@ def routed_groups(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _take(tensors: Sequence[Tensor]) -> None:
     """Let Muon take ``tensors`` by the matrices that they are known to be made of, embeddings with a warning."""
-    for embedding in remember_makeups(tensors):
+    with in_original_shapes(tensors) as swap:
+        embeddings = remember_makeups([swap.get(id(tensor), tensor) for tensor in tensors])
+    for embedding in embeddings:
         _log.warning(
             "Muon: %s, which Muon(model) leaves to AdamW; given as a tensor it goes to Muon, as any of two dimensions: "
             "pass the model, or a group with use_muon=False",
@@ -273,13 +269,18 @@ def _named_apart(params: Any) -> tuple[list[Tensor], list[str] | None]:
             )
         if is_lazy(tensor):
             raise ValueError(f"a parameter {UNINITIALIZED}")
-        if flattened_by_fsdp1(tensor):
-            raise ValueError(f"a parameter of shape {tuple(tensor.shape)} {_FLATTENED}")
+    note_flat_shards(tensors)
     return tensors, [item[0] for item in named] if named else None
 
 
 def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> list[dict[str, Any]]:
     """Groups of tensors: matrices, stacks and kernels to Muon, the rest to AdamW."""
+    with in_original_shapes(tensors) as swap:
+        routed = _routed_by_dimension([swap.get(id(param), param) for param in tensors])
+    return _groups([(swap.get(id(param), param), use_muon) for param, use_muon in routed], names)
+
+
+def _routed_by_dimension(tensors: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
     makeups = recognize([p for p in tensors if p.ndim > 2])
     routed = []
     for param in tensors:
@@ -300,7 +301,7 @@ def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> lis
         if param.ndim > 1 and not use_muon:
             why = f"it is {param.dtype}" if param.is_complex() else makeups[id(param)].unfit
             _log.warning("Muon: a tensor of shape %s goes to AdamW: %s", tuple(param.shape), why)
-    return _groups(routed, names)
+    return routed
 
 
 class AdamWGroup(dict[str, Any]):
@@ -419,22 +420,21 @@ def inherit_ns(group: dict[str, Any]) -> None:
         group[name] = value if group[name] is None else group[name]
 
 
-def check_group(group: Mapping[str, Any], *, shards: bool) -> None:
+def check_group(group: Mapping[str, Any], *, shards: bool, flat: bool) -> None:
     """Raise ValueError or TypeError for an option or a parameter that the group's route cannot take.
 
     Args:
         shards: plain tensors may be shards, whose shapes say nothing of the whole ones.
+        flat: they may have one dimension, or any number: a user's own functions know of what they are.
     """
     check_names(group)
     check_options(group)
     for param in group["params"]:
-        _check_param(param, group["use_muon"], shards)
+        _check_param(param, group["use_muon"], shards, flat)
 
 
-def _check_param(param: Tensor, use_muon: bool, shards: bool) -> None:
-    name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {tuple(param.shape)}"
-    if use_muon and flattened_by_fsdp1(param):
-        raise ValueError(f"parameter {name} {_FLATTENED}")
+def _check_param(param: Tensor, use_muon: bool, shards: bool, flat: bool) -> None:
+    name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {shape_of(param)}"
     if use_muon and unwrapped_for_ddp(param):
         raise ValueError(
             f"parameter {name} is the local part of a DTensor that was unwrapped for DDP over tensor parallelism; use "
@@ -457,16 +457,16 @@ def _check_param(param: Tensor, use_muon: bool, shards: bool) -> None:
         if isinstance(param, OwnedTensor):
             raise ValueError(f"parameter {name!r} is owned by dmuon and cannot be in a group with use_muon=False")
         return
-    spec = spec_of(param)
-    if param.ndim not in (2, 3) and not (spec.flattened and param.ndim > 3):
+    spec, ndim = spec_of(param), len(shape_of(param))
+    if ndim not in (2, 3) and not (spec.flattened and ndim > 3) and not (flat and not isinstance(param, DTensor)):
         raise ValueError(
-            f"parameter {name} has {param.ndim} dimensions; Muon takes matrices, and stacks of them (e, m, n): put it "
+            f"parameter {name} has {ndim} dimensions; Muon takes matrices, and stacks of them (e, m, n): put it "
             "in a group with use_muon=False, or let select return dmuon.MatrixSpec(flattened=True) for a kernel "
             "(out, in, …)"
         )
     if isinstance(param, DTensor) or not shards:
         try:
-            spec.matrix_shape(param.shape)
+            spec.matrix_shape(shape_of(param))
         except ValueError as fault:
             raise ValueError(f"parameter {name}: {fault}") from None
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from dmuon.dedicated.dedication import Dedicated
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
+from dmuon.exchanged.generators import recipe_of
 from dmuon.kernels import Storage
-from dmuon.model.matrix_spec import MatrixSpec, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, flat_of, spec_of
 from dmuon.model.routing import Exclude, Select
+from dmuon.optimizer.flat_shards import fault_of_flat
 from dmuon.optimizer.groups import (
     as_group,
     carry_over,
@@ -308,7 +310,9 @@ class Muon(torch.optim.Optimizer):
                     group.setdefault(name, value)
                 if group["use_muon"]:
                     inherit_ns(group)
-                check_group(group, shards=self._origin.config is not None)
+                config = self._origin.config
+                own = config is not None and recipe_of(config) is None
+                check_group(group, shards=config is not None, flat=own)
                 super().add_param_group(as_group(group))
             if self._built:
                 self._lay_out("a group was added")
@@ -396,6 +400,11 @@ class Muon(torch.optim.Optimizer):
                     "the rows of matrices lie; leave second_moment out, or gather_fn and redistribute_fn of your own"
                 )
         batches = [batch for round_ in rounds for batch in round_.batches]
+        for param in (param for batch in batches for param in batch.params if flat_of(param) is not None):
+            raise ValueError(
+                f"second_moment for {self._names[id(param)]!r}, of which FSDP1 has a flat shard on each rank, and no "
+                "rows: leave second_moment out, or use torch's fully_shard (FSDP2)"
+            )
         held = frozenset[int]().union(*(batch.ids for batch in batches))
         params = [p for i in sorted(having) for p in self.param_groups[i]["params"]]
         return RowMoments([p for p in params if p.requires_grad or id(p) in held], batches)
@@ -449,7 +458,7 @@ class Muon(torch.optim.Optimizer):
         try:
             adamw_updates = self._check()
         except Exception as error:  # ranks that share matrices with this one must hear of it
-            fault = error
+            fault = fault_of_flat(p for group in self.param_groups for p in group["params"]) or error
         present = self._present(fault)
         # From here on nothing is refused.
         if not self._steps:

@@ -61,6 +61,12 @@ KEYWORDS_ELSEWHERE = _ELSEWHERE | told_apart(  # and keywords of their construct
     ("foreach fused capturable", "nothing: updates are batched and fused already"),
     ("replicate_async", "nothing: new weights are published asynchronously, and are exact"),
     ("amsgrad maximize differentiable", "nothing: dmuon.Muon does not do it"),
+    ("warmup_step prefetch_count", "distributed_config=dmuon.create_dtensor_config(prefetch_count=…)"),
+    ("chunk_size chunk_bytes", "distributed_config=dmuon.create_dtensor_config(chunk_bytes=…)"),
+    (
+        "small_param_numel_threshold async_gpu_parallelism",
+        "it as an option of distributed_config=dmuon.create_dtensor_config(…)",
+    ),
 )
 _TYPO = 0.85  # likeness from which an unknown name is taken for a mistake: "beta" is, "max_momentum" not
 

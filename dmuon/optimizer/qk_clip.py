@@ -39,7 +39,7 @@ from dmuon.model.matrix_spec import is_remembered, spec_of
 from dmuon.optimizer.attention_logits import logits_of_flex, logits_of_sdpa
 from dmuon.optimizer.groups import inside_ddp
 from dmuon.platform.options import is_number
-from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
+from dmuon.platform.torch_private import current_backward, flattened_by_fsdp1, local_tensor, outside_compile
 from dmuon.step.batches import Batch
 from dmuon.step.residency import Residency, part_like
 from dmuon.step.rounds import Round
@@ -416,6 +416,8 @@ def _layer(module: nn.Module, path: str, tree: ModuleTree | None = None) -> tupl
         holder, last, weight = weight, "weight", getattr(weight, "weight", None)
     bias = getattr(holder, last.replace("weight", "bias"), None) if last.endswith("weight") else None
     parts: Sequence[Sequence[tuple[int, int]]] = ()
+    if isinstance(weight, nn.Parameter) and weight.ndim < 2 and flattened_by_fsdp1(weight):
+        raise ValueError("QKClip: FSDP1 cuts weights at any element, through rows; use torch's fully_shard (FSDP2)")
     if isinstance(weight, nn.Parameter) and weight.ndim == 2:
         known = known_spec(tree, holder, last, weight) if tree and not is_remembered(weight) else None
         spec = replace(known or spec_of(weight), num_heads=1)

@@ -18,7 +18,7 @@ from dmuon.dedicated.state_dict import describe
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
-from dmuon.model.matrix_spec import remember_spec, spec_of
+from dmuon.model.matrix_spec import flat_of, remember_spec, spec_of
 from dmuon.optimizer.options import check_options
 from dmuon.optimizer.strategies import STRATEGY
 from dmuon.platform.log import logger
@@ -230,6 +230,8 @@ class Momentum:
                 if value is not None:  # a copy of the optimizer that took no step yet has no residency
                     saved = value.clone() if row is None else row.residency.saved(row.like, value)
                     state[i] = {**state[i], key: saved}
+            if flat_of(params[i]) is not None and values:
+                state[i] = _complete(params[i], state[i])
         groups = [savable(group) for group in state_dict["param_groups"]]
         return {**state_dict, "state": state, "param_groups": groups}
 
@@ -265,7 +267,7 @@ class Momentum:
             if of_param is None:
                 del state[key]
         for (row, key), value in zip(loads, values, strict=True):
-            kept = {name: v for name, v in state.pop(key, {}).items() if name not in (MOMENTUM, ROW_MOMENT)}
+            kept = {n: v for n, v in state.pop(key, {}).items() if n not in (MOMENTUM, ROW_MOMENT, *_ADAMW_STATE)}
             if value is None and not row.is_trained:
                 self.shown.pop(id(row.like), None)
             else:
@@ -291,6 +293,8 @@ class Momentum:
         groups = [group for residency in self._residencies for group in residency.loading_groups()]
         for number, item in enumerate(items):
             kinds[number] = "absent" if item.value is None else describe(item.value, item.like)
+            if flat_of(item.param) is not None:  # each rank loads its own, some of nothing
+                kinds[number] = ""
             unfit = None if item.value is None else misfit(item.like, None, item.value)
             is_shared = any(id(item.param) in members for _, members in groups)
             if unfit is not None or kinds[number] is None:
@@ -318,6 +322,13 @@ class Momentum:
                 fault = fault or f"{what} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
         if fault is not None:
             raise ValueError(fault)
+
+
+def _complete(param: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with zeros for what the other route has: FSDP1 gathers what all parameters of a flat tensor have."""
+    wide = torch.promote_types(param.dtype, torch.float32)
+    alike = dict.fromkeys((MOMENTUM, *MOMENTS), param.new_zeros((), dtype=wide).expand(param.shape))
+    return alike | {name: value.to(wide) if name in alike else value for name, value in values.items()}
 
 
 # -- state dicts on their way in ------------------------------------------------------------------------------------
@@ -414,6 +425,7 @@ def adamw_state(
     if saved.get("step") is None:
         return {**saved, **new_adamw_state(param)} if param.requires_grad else None  # what is frozen gets no state
     state = {**saved, "step": as_step(saved["step"], param)}
+    state.pop(MOMENTUM, None)
     for key in MOMENTS:
         value = saved[key]
         state[key] = laid_out(param, value, f"{key} of {name}", gathering=True)
@@ -465,7 +477,8 @@ def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> dict
     """
     params: list[Tensor] = [param for group in groups for param in group["params"]]
     for param in params:
-        if isinstance(param, (OwnedTensor, DTensor)) or id(param) in origin.copies or origin.config is not None:
+        shared = isinstance(param, (OwnedTensor, DTensor)) or flat_of(param) is not None
+        if shared or id(param) in origin.copies or origin.config is not None:
             name = param.fqn if isinstance(param, OwnedTensor) else origin.names.get(id(param), "its first one")
             raise RuntimeError(
                 f"an optimizer of parameters that ranks share, such as {name!r}, cannot be copied or pickled: save "

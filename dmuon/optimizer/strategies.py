@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.layout.matrices import Strategy
+from dmuon.model.matrix_spec import flat_of
 
 Given: TypeAlias = Strategy | Literal["auto"]
 STRATEGIES: tuple[str, ...] = (*get_args(Strategy), "auto")
@@ -44,8 +45,8 @@ def strategies_of(
         default: of groups that do not say.
 
     Raises:
-        ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes; or one of which a user's
-            function wants the whole.
+        ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes; or one that cannot be cut
+            into slices.
     """
     found: dict[int, Given] = {}
     for group in groups:
@@ -59,6 +60,11 @@ def strategies_of(
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, which dedicate_params gave an owner that has it whole: leave "
                     "strategy= out for it, or leave it to FSDP2 by dedicate_params(exclude=…) and fully_shard"
+                )
+            if chosen in ("sharded", "auto") and flat_of(param) is not None:
+                raise ValueError(
+                    f"strategy={chosen!r} for {name!r}, of which FSDP1 has a flat shard on each rank: use 'owner' or "
+                    "'replicated', or torch's fully_shard (FSDP2)"
                 )
             if chosen in ("sharded", "auto") and group["orthogonalize"] is not None:
                 raise ValueError(

@@ -24,7 +24,8 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
-from dmuon.model.matrix_spec import fault_of
+from dmuon.model.matrix_spec import fault_of, flat_of
+from dmuon.optimizer.flat_shards import fault_of_flat
 from dmuon.optimizer.state import Origin
 from dmuon.optimizer.strategies import Given
 from dmuon.planning.device_key import NsOptions
@@ -32,6 +33,8 @@ from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (
     current_backward,
     ddp_wraps,
+    flat_unit,
+    flattened_by_fsdp1,
     left_by_ddp,
     managed_by_fsdp,
     reduced_by_ddp,
@@ -74,6 +77,9 @@ def replicated_by_any(tensors: Iterable[Tensor]) -> dict[int, dist.ProcessGroup]
 def _copied_by(modules: Iterable[nn.Module]) -> dict[int, dist.ProcessGroup]:
     copies: dict[int, dist.ProcessGroup] = {}
     for module in modules:
+        unit = flat_unit(module)
+        if unit is not None and not unit.sharded and unit.group.size() > 1:  # FSDP1 with NO_SHARD
+            copies |= {id(param): unit.group for param, *_ in unit.members}
         group = replicate_group(module)
         if group is None or not _is_alive(group):
             continue
@@ -112,7 +118,7 @@ class Wrapping:
     def note(self, groups: _Groups) -> None:
         """Remember where modules hold the parameters of ``groups``: what takes their place there is found by it."""
         held = {id(p): p for group in groups for p in group["params"] if isinstance(p, nn.Parameter)}
-        held = {key: param for key, param in held.items() if not isinstance(param, OwnedTensor)}
+        held = {key: p for key, p in held.items() if not isinstance(p, OwnedTensor) and not flattened_by_fsdp1(p)}
         self._sites = {key: site for key, site in self._sites.items() if key in held}
         model = None if self._model is None else self._model()
         for module in [] if model is None else model.modules():
@@ -265,9 +271,12 @@ def find_residencies(
         ValueError: some cannot be laid out.
     """
     others = [p for p in params if not isinstance(p, OwnedTensor)]
-    # Frozen, or without elements, which only a configuration tells from the shard of a matrix.
-    plain = origin.config is None
-    idle = [p for p in others if not p.requires_grad or (p.numel() == 0 and (plain or isinstance(p, DTensor)))]
+    if (flat_fault := fault_of_flat(others)) is not None:
+        raise flat_fault
+    # Frozen, or without elements, which only a configuration, or FSDP1, tells from the shard of a matrix.
+    shards = [p for p in others if flat_of(p) or not (origin.config is None or isinstance(p, DTensor))]
+    may_be_empty = set(map(id, shards))
+    idle = [p for p in others if not p.requires_grad or (p.numel() == 0 and id(p) not in may_be_empty)]
     without = set(map(id, idle))
     others = [p for p in others if id(p) not in without]
     for fault in filter(None, map(fault_of, others)):
@@ -318,7 +327,7 @@ class Averagers:
                 return
         params = [param for group in groups for param in group["params"]]
         self._told &= set(map(id, params))  # others may get the ids of those that are gone
-        alone = [] if by_user else [param for param in params if not isinstance(param, DTensor)]
+        alone = [] if by_user else [p for p in params if not isinstance(p, DTensor) and flat_of(p) is None]
         if not dist.is_initialized() or dist.get_world_size() == 1:
             alone = []
         if alone:

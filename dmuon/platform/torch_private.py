@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from itertools import accumulate
 from math import prod
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
@@ -20,7 +22,8 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES
 from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
@@ -339,6 +342,55 @@ def move_hooks(source: Tensor, target: Tensor) -> None:
 def flattened_by_fsdp1(param: Tensor) -> bool:
     """Whether ``FullyShardedDataParallel`` has flattened ``param``, or made it of what it flattened."""
     return bool(getattr(param, "_fsdp_flattened", False))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatUnit:
+    """The parameters that one module of FSDP1 holds in one flat tensor, cut into shards of ``length``.
+
+    Attributes:
+        sharded: otherwise every rank of ``group`` has all of it, and the parameters have their shapes.
+        tensor_parallel: parameters are DTensors beside.
+        copies: ranks that have the same shard; None where nobody has.
+        rows: the ranks of the shards of each copy, where a mesh says that.
+        members: of each parameter its shape, where it begins, and all modules that hold it, with its name there; none
+            without ``use_orig_params=True``.
+    """
+
+    sharded: bool
+    tensor_parallel: bool
+    group: dist.ProcessGroup
+    copies: dist.ProcessGroup | None
+    rows: list[list[int]] | None
+    length: int
+    members: list[tuple[nn.Parameter, tuple[int, ...], int, list[tuple[nn.Module, str]]]]
+
+
+def flat_unit(module: nn.Module) -> FlatUnit | None:
+    """What ``FullyShardedDataParallel`` holds for ``module`` itself, without modules that it has wrapped below."""
+    handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
+    if handle is None:
+        return None
+    state: Any = module
+    flat, hybrid = handle.flat_param, state.sharding_strategy in HYBRID_SHARDING_STRATEGIES
+    mesh = state._device_mesh if hybrid else None
+    params = flat._params or ()  # none without use_orig_params=True
+    starts = [0, *accumulate(flat._numels_with_padding)]
+    begins = [starts[i] for i, is_padding in enumerate(flat._is_padding_mask) if not is_padding]
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    shared = zip(flat._shared_params or (), flat._shared_param_infos, strict=False)
+    for param, (name, holder, *_) in [*zip(params, flat._param_infos, strict=False), *shared]:
+        sites.setdefault(id(param), []).append((holder, name))
+    members = zip(params, flat._shapes, begins, strict=False)
+    return FlatUnit(
+        handle.uses_sharded_strategy,
+        any(extension is not None for extension in flat._param_extensions),
+        handle.process_group,
+        state._inter_node_pg if hybrid else None,
+        mesh.mesh.tolist() if mesh is not None else None,
+        flat._sharded_size.numel(),
+        [(param, tuple(shape), begin, sites[id(param)]) for param, shape, begin in members],
+    )
 
 
 def managed_by_fsdp(module: FSDPModule) -> list[Tensor]:

@@ -110,7 +110,7 @@ class Batch:
         self.count = len(self.params) * self.each
         self.whole = [(0, len(self.params))]
         self.ids = frozenset(map(id, self.params))
-        numbers = [None] if self.region is None else self.numbers
+        numbers = [None] if self.region is None or self.region.is_all else self.numbers
         self.labels = [(param, number) for param in self.params for number in numbers]
         self.scaled_shape = self.shape[::-1] if self.transposed else self.shape
         self.dtype = torch.promote_types(self.params[0].dtype, torch.float32)
@@ -265,7 +265,8 @@ def make_batches(
     alike: dict[object, list[Task]] = {}
     for task in sorted(tasks, key=lambda task: task.position):
         param, local = task.param, local_tensor(task.param)
-        if task.region is not None and id(param) not in momentum:
+        is_one = task.region is None or task.region.is_all
+        if not is_one and id(param) not in momentum:
             momentum[id(param)] = _zeros(local.shape, local, device, dtype)
         if task.region is not None and task.count > 1:
             batches += _of_stack(task, momentum[id(param)])
@@ -278,9 +279,11 @@ def make_batches(
         for start in range(0, len(members), first.batch_size):
             some = members[start : start + first.batch_size]
             params = [task.param for task in some]
-            if first.region is None:
-                rows = _zeros((len(some), *local.shape), local, device, dtype)
-                batches.append(_batch(some[0], params, list(rows), None, first.numbers, rows))
+            if first.region is None or first.region.is_all:
+                shape = local.shape if first.region is None else first.region.shape
+                rows = _zeros((len(some), *shape), local, device, dtype)
+                momenta = [row.view(local.shape) for row in rows]
+                batches.append(_batch(some[0], params, momenta, first.region, first.numbers, rows))
             else:
                 momenta = [momentum[id(param)] for param in params]
                 batches.append(_batch(some[0], params, momenta, first.region, first.numbers, None))

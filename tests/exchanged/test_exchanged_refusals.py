@@ -19,7 +19,6 @@ from harness.pool import Outcome, RankPool
 from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import dmuon
@@ -40,17 +39,6 @@ def partial_sum(_rank: int, world: int) -> None:
 def four_dimensions(_rank: int, world: int) -> None:
     param = parameter(noise(0, 4, 3, 2, 2), init_device_mesh("cpu", (world,)), [Shard(0)])
     dmuon.Muon([{"params": [param], "use_muon": True}], distributed_config=create_dtensor_config(costs="flops"))
-
-
-def flattened_block(_rank: int, _world: int) -> None:
-    model = build()
-    model.blocks[1] = FullyShardedDataParallel(model.blocks[1], use_orig_params=True, device_id=torch.device("cpu"))
-    dmuon.Muon(model)
-
-
-def flattened(_rank: int, _world: int) -> None:
-    model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
-    dmuon.Muon(model, distributed_config=create_processgroup_config(fsdp_pg=model.process_group))
 
 
 def plain_shards(rank: int, _world: int, options: dict[str, Any]) -> None:
@@ -233,8 +221,6 @@ THE_OTHER_DOMAIN = "rank 2: rank 1, one of ranks 1 2, cannot take this step"
 REFUSALS: list[Refusal] = [
     (2, partial_sum, (), ValueError, r"'blocks\.1\.up\.weight'.*Partial"),
     (2, four_dimensions, (), ValueError, r"\(4, 3, 2, 2\) has 4 dimensions"),
-    (2, flattened_block, (), ValueError, r"'blocks\.1'.*FullyShardedDataParallel.*FSDP2"),
-    (2, flattened, (), ValueError, "FullyShardedDataParallel.*use torch's fully_shard"),
     (2, plain_shards, ({},), ValueError, r"'layers\.0\.weight' is a plain tensor.*tp_pg=… shards it.*\{'tp': 0\}"),
     (2, plain_shards, ({"shard_dims": {"tp": 2}},), ValueError, r"parameter 'layers\.0\.weight' .*'tp': 2.* lacks"),
     (2, plain_shards, ({"shard_dims": {"xp": 0}},), ValueError, r"shard_dims names 'xp'"),

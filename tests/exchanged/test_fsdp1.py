@@ -1,0 +1,328 @@
+"""Models in ``FullyShardedDataParallel`` (FSDP1), whose shards are pieces of flat tensors: training and state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.network import Block, loss_of, shard
+from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
+from harness.oracle import Reference, reference_weights
+from harness.pool import RankPool
+from harness.topologies import orthogonalized
+from harness.toy import CPU, OPTIONS, batch, build, train
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullOptimStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import dmuon
+from dmuon import MatrixSpec, create_dtensor_config, create_processgroup_config
+
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> FSDP:
+    return FSDP(model, use_orig_params=True, sharding_strategy=ShardingStrategy[strategy], device_id=CPU, **options)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Weights on every rank. Collective."""
+    with FSDP.summon_full_params(model, writeback=False):
+        pairs = model.named_parameters(remove_duplicate=False)
+        named = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in pairs}
+        return {name: p.detach().clone() for name, p in named.items()}
+
+
+# -- training -------------------------------------------------------------------------------------------------------
+
+
+def copies_and_shards(world: int) -> dict[str, Any]:
+    return {"device_mesh": init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))}
+
+
+def groups_across(_world: int) -> dict[str, Any]:
+    """Shards on ranks 0 and 2, 1 and 3."""
+    shards, copies = [dist.new_group([i, i + 2]) for i in (0, 1)], [dist.new_group([i, i + 1]) for i in (0, 2)]
+    return {"process_group": (shards[dist.get_rank() % 2], copies[dist.get_rank() // 2])}
+
+
+def of_world(_world: int) -> dict[str, Any]:
+    return {}
+
+
+CASES: list[tuple[str, Callable[[int], dict[str, Any]], bool]] = [  # strategy, groups, each block on its own
+    ("FULL_SHARD", of_world, True),
+    ("FULL_SHARD", of_world, False),
+    ("SHARD_GRAD_OP", of_world, True),
+    ("NO_SHARD", of_world, True),
+    ("HYBRID_SHARD", copies_and_shards, True),
+    ("_HYBRID_SHARD_ZERO2", groups_across, False),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@on_ranks(timeout=180)
+def test_every_strategy_equals_one_process(rank: int, world: int) -> None:
+    for strategy, groups, nested in CASES if world == 4 else CASES[:4]:
+        policy = {"auto_wrap_policy": BLOCKS} if nested else {}
+        model = wrapped(build(tied=not nested), strategy, **policy, **groups(world))
+        optimizer = dmuon.Muon(model, **OPTIONS)
+
+        def backward(step: int, model: nn.Module = model) -> None:
+            loss_of(model, *shard(batch(step), rank, world)).backward()
+
+        calls = orthogonalized(optimizer, backward, 3)
+        assert_equal_weights(whole(model), reference_weights(3, tied=not nested))
+        assert_same_over_ranks(whole(model))
+        assert [over_ranks(of_step) for of_step in calls] == [9] * 3, (strategy, nested)
+        shapes = {p.shape == optimizer.state[p]["momentum_buffer"].shape for p in optimizer.param_groups[0]["params"]}
+        assert shapes == {True}
+
+
+@on_ranks(3)
+def test_clipping_accumulation_no_sync_and_missing_gradients(rank: int, world: int) -> None:
+    plain, model = build(), wrapped(build(), auto_wrap_policy=BLOCKS)
+    reference, optimizer = Reference(plain), dmuon.Muon(model, **OPTIONS)
+    for step in range(3):
+        for network, owner in ((plain, reference), (model, optimizer)):
+            owner.zero_grad()
+            parts = (0, 1) if network is plain else (rank, world)
+            with model.no_sync() if network is model and step == 1 else torch.enable_grad():
+                (0.5 * loss_of(network, *shard(batch(2 * step), *parts))).backward()
+            (0.5 * loss_of(network, *shard(batch(2 * step + 1), *parts))).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        model.clip_grad_norm_(0.1)
+        if step == 2:  # nobody has a gradient of these
+            plain.blocks[0].up.weight.grad = None
+            for name, param in model.named_parameters():
+                if "blocks.0" in name and "up.weight" in name:
+                    param.grad = None
+        reference.step()
+        optimizer.step()
+    assert_equal_weights(whole(model), dict(plain.named_parameters()))
+
+
+@on_ranks(2)
+def test_mixed_precision_trains_as_autocast(rank: int, world: int) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = wrapped(build(), auto_wrap_policy=BLOCKS, mixed_precision=precision)
+    train(model, dmuon.Muon(model, **OPTIONS), range(3), rank, world)
+    start, exact = dict(build().named_parameters()), reference_weights(3)
+    for name, weight in whole(model).items():
+        assert weight.dtype == torch.float32
+        if name.startswith("blocks") and weight.ndim == 2:
+            assert (weight - exact[name]).norm() <= 0.3 * (exact[name] - start[name]).norm(), name
+
+
+# -- what matrices a tensor is made of ------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Every way in which a tensor is several matrices; its gradients are given by the step."""
+
+    SPECS: ClassVar[dict[str, MatrixSpec]] = {
+        "qkv": MatrixSpec((6, 3, 3), num_heads=(2, 1, 1)),
+        "rows_by_turns": MatrixSpec((1, 1), repeats=5),
+        "columns": MatrixSpec((4, 2), transposed=True),
+        "kernel": MatrixSpec(flattened=True),
+        "experts": MatrixSpec((2, 3)),
+        "transposed_experts": MatrixSpec((1, 1), repeats=2, transposed=True),
+    }
+    SHAPES = ((12, 5), (10, 3), (5, 6), (4, 3, 2, 2), (3, 5, 4), (2, 3, 4))
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in zip(self.SPECS, self.SHAPES, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+    def forward(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        given = [torch.randn(shape, generator=generator) for shape in self.SHAPES]
+        return torch.stack([(getattr(self, name) * g).sum() for name, g in zip(self.SPECS, given, strict=True)]).sum()
+
+
+def spec_in(fqn: str, _module: nn.Module, _param: nn.Parameter) -> MatrixSpec:
+    return Odd.SPECS[fqn.rpartition(".")[2]]
+
+
+def one_process_of_odd(steps: int) -> dict[str, Tensor]:
+    model = Odd()
+    optimizer = dmuon.Muon(model, select=spec_in, **OPTIONS)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fused_tensors_kernels_and_stacks_are_cut_anywhere(ranks: RankPool, world: int) -> None:
+    [expected] = ranks(1, odd_alone, 3)
+    for weights in ranks(world, trained_odd, 3):
+        assert_equal_weights(weights, expected)
+
+
+def odd_alone(_rank: int, _world: int, steps: int) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in one_process_of_odd(steps).items()}
+
+
+def trained_odd(_rank: int, _world: int, steps: int) -> dict[str, Tensor]:
+    model = wrapped(Odd())
+    optimizer = dmuon.Muon(model, select=spec_in, **OPTIONS)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+    assert {row.shape for row in optimizer.exchanged()} >= {"3x5", "5x3", "4x12", "2x4"}
+    assert "plain" in dmuon.explain(model, optimizer)
+    return whole(model)
+
+
+# -- configurations -------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_generated_configurations_take_it(rank: int, world: int) -> None:
+    for config in (create_processgroup_config(fsdp_pg=dist.group.WORLD), create_dtensor_config()):
+        model = wrapped(build(), auto_wrap_policy=BLOCKS)
+        optimizer = dmuon.Muon(model, distributed_config=config, **OPTIONS)
+        train(model, optimizer, range(2), rank, world)
+        assert_equal_weights(whole(model), reference_weights(2))
+        config.state["current_param_idx"] = 0
+        param = optimizer.param_groups[0]["params"][0]
+        gathered = config.gather_fn(param, 1, config.state)
+        assert (gathered is None) == (rank == 0)
+        if gathered is not None:
+            assert gathered.shape == (13, 13)
+        assert torch.equal(config.redistribute_fn(gathered, 1, config.state), param)
+
+
+# -- state ----------------------------------------------------------------------------------------------------------
+
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def resumed(rank: int, world: int, kind: str, path: Path, steps: tuple[int, ...], load: bool) -> dict[str, Tensor]:
+    """Train some steps after what ``path`` holds, and save it there."""
+    mesh = {"device_mesh": init_device_mesh("cpu", (world,))} if kind == "sharded" else {}
+    model = wrapped(build(seed=int(load)), auto_wrap_policy=BLOCKS, **mesh)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    options = StateDictOptions() if kind == "sharded" else FULL
+    if load and kind == "fsdp":
+        saved = torch.load(path / "fsdp.pt", weights_only=False)
+        set_model_state_dict(model, saved["model"], options=FULL)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))
+    elif load and kind == "full":
+        saved = torch.load(path / "full.pt", weights_only=False)
+        set_model_state_dict(model, saved["model"], options=FULL)
+        set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=FULL)
+    elif load:
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=path / "sharded")
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    train(model, optimizer, steps, rank, world)
+    state = {"model": get_model_state_dict(model, options=options)}
+    if kind == "fsdp":
+        # On a CPU, where offloading to the CPU copies nothing, torch would return one state under all names.
+        config = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):
+            state["optimizer"] = FSDP.optim_state_dict(model, optimizer)
+    else:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
+    if kind == "sharded":
+        dcp.save(state, checkpoint_id=path / "sharded")
+    elif rank == 0:
+        torch.save(state, path / f"{kind}.pt")
+    own = optimizer.state_dict()  # of this rank alone
+    optimizer.load_state_dict(own)
+    dist.barrier()
+    return whole(model)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "full", "sharded"])
+def test_checkpoints_continue_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    worlds = (2, 3) if kind == "sharded" else (2, 3, 1)  # one rank is NO_SHARD, of which sharded state has other forms
+    for number, world in enumerate(worlds):
+        steps = (2 * number, 2 * number + 1)
+        for weights in ranks(world, resumed, kind, tmp_path, steps, number > 0):
+            assert_equal_weights(weights, reference_weights(2 * number + 2))
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def parameters_not_kept() -> None:
+    dmuon.Muon(FSDP(build(), use_orig_params=False, device_id=CPU))
+
+
+def built_inside_summon() -> None:
+    model = wrapped(build())
+    with FSDP.summon_full_params(model):
+        dmuon.Muon(model)
+
+
+def stepped_inside_summon() -> None:
+    model = wrapped(build())
+    optimizer = dmuon.Muon(model)
+    loss_of(model, *batch(0)).backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        optimizer.step()
+
+
+def wrapped_later() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model)
+    model = wrapped(model)
+    loss_of(model, *batch(0)).backward()
+    optimizer.step()
+
+
+def clipped_by_parts() -> None:
+    model = wrapped(build())
+    dmuon.Muon(model)
+    loss_of(model, *batch(0)).backward()
+    dmuon.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def step_without_reduction() -> None:
+    model = wrapped(build())
+    optimizer = dmuon.Muon(model)
+    with model.no_sync():
+        loss_of(model, *batch(0)).backward()
+    optimizer.step()
+
+
+REFUSALS: list[tuple[Callable[[], None], type[Exception], str]] = [
+    (parameters_not_kept, ValueError, "FSDP1.*use_orig_params=True"),
+    (built_inside_summon, ValueError, "outside of forward, backward and summon_full_params"),
+    (stepped_inside_summon, ValueError, "outside of forward, backward and summon_full_params"),
+    (wrapped_later, ValueError, "wrapped in .*FSDP1.* since the optimizer was built; build the optimizer after that"),
+    (clipped_by_parts, ValueError, "call clip_grad_norm_ of the FSDP1 model itself"),
+    (step_without_reduction, ValueError, "gradient of .* is "),
+]
+
+
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank: int, world: int) -> None:
+    for program, error, message in REFUSALS:
+        with pytest.raises(error, match=message):
+            program()
+        dist.barrier()

@@ -367,8 +367,8 @@ def relative_cost(
     blocks = len(restarts) + 1
     # Per block: XXᵀ and QX. Per step: R²; except a block's first: QZ; except a block's last: RZ and ZV.
     inner = steps - blocks
-    ends = (*restarts[1:], steps)
-    whole = sum(stop - start > 1 for start, stop in zip(restarts, ends, strict=True)) if whole_v(backend, dtype) else 0
+    after_restarts = itertools.pairwise((*restarts, steps))
+    whole = sum(stop - start > 1 for start, stop in after_restarts) if whole_v(backend, dtype) else 0
     calls = _GRAM_CALL * call * (3 * blocks + steps + 3 * inner)
     return blocks * (half * wide + wide) + (half * (steps + 3 * inner - whole) + whole) * square + calls
 

@@ -161,6 +161,16 @@ def test_the_rule_on_cuda(ampere):
     assert rule((4096, 14336), 8, torch.float16, CUDA).backend == "torch"
 
 
+@pytest.mark.parametrize("name", ["polar_express", "classic", "you"])
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_the_rule_has_an_answer_for_any_number_of_steps(ampere, name, steps):
+    """Few steps need no restart."""
+    for dtype in (torch.float16, torch.bfloat16):
+        sequence = coefficient_sequence(name, steps)
+        for shape, k in (((4096, 4096), 1), ((4096, 14336), 8), ((64, 64), 4)):
+            assert choose_variant(shape, k, sequence, dtype, CUDA).piece >= 1
+
+
 def test_a_batch_on_cuda_is_cut_where_its_workspace_is_bounded():
     large = rule((8192, 28672), 64, torch.float16, CUDA, backend="torch").piece
     small = rule((512, 512), 64, torch.float16, CUDA, backend="torch").piece

@@ -199,7 +199,8 @@ def test_public_names_are_in_the_reference() -> None:
     """By name; of dmuon.solver and dmuon.kernels whole modules, which the build of the site checks by name."""
     listed = {f"dmuon.{name}" for name in dmuon.__all__}
     text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
-    assert set(re.findall(r"^::: (\S+)$", text, re.MULTILINE)) == listed
+    documented = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    assert {name for name in documented if not name.startswith(("dmuon.kernels.", "dmuon.solver."))} == listed
 
 
 @pytest.mark.parametrize("program", ["plan", "profile", "check"])

@@ -30,7 +30,5 @@ def test_the_page_says_what_is_counted(tmp_path: Path) -> None:
     section = (ROOT / "docs" / "how-to" / "memory.md").read_text().split("## How much")[0]
     said = {name: [float(n) for n in numbers] for name, *numbers in ROW.findall(section)}
     assert said.keys() == counted.keys()
-    for name, numbers in said.items():
-        assert numbers == pytest.approx(list(counted[name].values()), abs=0.5), (
-            name
-        )  # what is under way at once varies a little
+    for name, numbers in said.items():  # what is under way at once varies a little
+        assert numbers == pytest.approx(list(counted[name].values()), abs=0.5), name

@@ -46,6 +46,7 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
+        self._counting = False  # before the first restart nobody asks
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def bytes(self) -> int:
@@ -54,6 +55,7 @@ class Live(TorchDispatchMode):
         return sum(found.nbytes() for _, found in alive.values())
 
     def restart(self) -> None:
+        self._counting = True
         gc.collect()
         self.peak = self.bytes()
 
@@ -62,7 +64,8 @@ class Live(TorchDispatchMode):
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
-        self.peak = max(self.peak, self.bytes())
+        if self._counting:
+            self.peak = max(self.peak, self.bytes())
         return found
 
     def _follow(self, tensor: Tensor) -> None:

@@ -2,8 +2,8 @@
 
     python bench/coefficients.py
 
-A block of ``k`` squares makes ``Q`` of degree ``2^k`` in ``R = XXᵀ``; docs/numerics-and-kernels.md has the theory. They
-were found by Levenberg–Marquardt on the p-norm of ``f(s) - 1`` from many random starts, and Adam on the largest error
+A block of ``k`` squares makes ``Q`` of degree ``2^k`` in ``R = XXᵀ``; docs/kernels.md has the theory. They were
+found by Levenberg–Marquardt on the p-norm of ``f(s) - 1`` from many random starts, and Adam on the largest error
 plus the noise that rounding causes.
 
 The proof encloses ``f`` on every piece of the interval by its value in the middle and interval arithmetic for its

@@ -1,6 +1,7 @@
-"""Draws one measured step: what each rank computes and what travels meanwhile, from ``torch.profiler``.
+"""Draws one measured step: what each rank computes and what is sent meanwhile, from ``torch.profiler``.
 
 python bench/timeline.py --out docs/step.png
+python bench/timeline.py --residency dedicated --out docs/step-dedicated.png
 """
 
 from __future__ import annotations
@@ -30,17 +31,30 @@ COLOURS = {
     "ns": "#e45756",
     "apply": "#f58518",
     "adamw": "#b279a2",
+    "all_to_all": "#54a24b",
     "broadcast": "#54a24b",
     "reduce": "#9d755d",
     "rest": "#bab0ac",
 }
 
 
-def record(rank: int, world: int, out: Path, width: int) -> None:
+NAMES = {
+    "ns": "Newton–Schulz (own matrices)",
+    "apply": "update of the weights",
+    "adamw": "AdamW",
+    "all_to_all": "matrices (to owners, and back)",
+    "broadcast": "weights (owners publish)",
+    "reduce": "gradients (to owners)",
+    "rest": "FSDP2",
+}
+
+
+def record(rank: int, world: int, out: Path, width: int, dedicated: bool) -> None:
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, width=width, heads=4, context=128))
-    dmuon.dedicate_params(model, mesh, costs="flops")
+    if dedicated:
+        dmuon.dedicate_params(model, mesh)
     sharded(dmuon.fully_shard, model, mesh=mesh)
     optimizer = dmuon.Muon(model)
     for block in model.blocks:  # named in the profile
@@ -80,7 +94,7 @@ def lane(name: str) -> tuple[str, str] | None:
         return "compute", name
     if name.startswith("gloo:"):
         kind = name.removeprefix("gloo:")
-        return "communication", kind if kind in ("broadcast", "reduce") else "rest"
+        return "communication", kind if kind in COLOURS else "rest"
     kind = name.removeprefix("dmuon::").split()[0]
     return ("compute", kind) if kind in COLOURS else None
 
@@ -89,6 +103,7 @@ def draw(everyone: list[list[Span]], out: Path) -> None:
     figure = new_figure(12, 1.2 + 1.3 * len(everyone), layout="tight")
     axes = figure.subplots()
     labels = []
+    drawn = set()
     for rank, spans in enumerate(everyone):
         start = min(begin for _, begin, _ in spans)
         for index, wanted in enumerate(("compute", "communication")):
@@ -98,6 +113,7 @@ def draw(everyone: list[list[Span]], out: Path) -> None:
                 found = lane(name)
                 if found is None or found[0] != wanted:
                     continue
+                drawn.add(found[1])
                 low = 0.4 if found[1] in ("broadcast", "rest") and wanted == "communication" else 0.0
                 height = 0.4 if wanted == "communication" else 0.8
                 axes.broken_barh(
@@ -109,16 +125,19 @@ def draw(everyone: list[list[Span]], out: Path) -> None:
                 )
     axes.set_yticks([row for row, _ in labels], [text for _, text in labels])
     axes.invert_yaxis()
+    # The whole step() and as much around it as shows what comes before and after.
+    inside = [
+        (begin - min(b for _, b, _ in spans), end - min(b for _, b, _ in spans))
+        for spans in everyone
+        for name, begin, end in spans
+        if lane(name) in (("compute", "ns"), ("compute", "adamw"))
+    ]
+    first, last = min(begin for begin, _ in inside), max(end for _, end in inside)
+    axes.set_xlim(first - 0.4 * (last - first), last + 0.4 * (last - first))
     axes.set_xlabel("ms")
-    names = {
-        "ns": "Newton–Schulz (own matrices)",
-        "broadcast": "broadcast (owners publish)",
-        "reduce": "reduce (to owners)",
-        "rest": "FSDP2",
-    }
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=colour, label=names.get(kind, kind)) for kind, colour in COLOURS.items()]
+    handles = [Patch(color=colour, label=NAMES.get(kind, kind)) for kind, colour in COLOURS.items() if kind in drawn]
     axes.legend(handles=handles, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -130,9 +149,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/step.png"), help="PNG to write (default docs/step.png)")
     parser.add_argument("--world", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument(
+        "--residency", choices=("exchanged", "dedicated"), default="exchanged", help="where matrices live (exchanged)"
+    )
     parser.add_argument("--width", type=int, default=256, help="width of the model (default 256)")
     args = parser.parse_args(argv)
-    run_ranks(args.world, record, args.world, args.out.resolve(), args.width)
+    run_ranks(args.world, record, args.world, args.out.resolve(), args.width, args.residency == "dedicated")
     return 0
 
 

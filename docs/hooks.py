@@ -2,13 +2,14 @@
 
 ``solver/``, ``kernels/`` and ``profiles/`` stand at the top of the repository and install as ``dmuon.solver``,
 ``dmuon.kernels`` and ``dmuon.profiles``. A copy in ``build/docs``, which mkdocstrings searches (mkdocs.yml), looks like
-the installed package.
+the installed package. Links to the repository come from the one constant in ``setup.py``.
 """
 
 from __future__ import annotations
 
 import ast
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,15 @@ def on_startup(command: str, dirty: bool) -> None:
     shutil.copytree(_ROOT / "dmuon", _PACKAGE, ignore=_CACHES)
     for name in _OUTSIDE:
         shutil.copytree(_ROOT / name, _PACKAGE / name, ignore=_CACHES)
+
+
+def on_config(config: Any) -> Any:
+    """Link to the repository, once its address is known."""
+    address = re.search(r'^ADDRESS = "(.*)"$', (_ROOT / "setup.py").read_text(), re.MULTILINE)
+    if address is not None and address[1]:
+        config["repo_url"] = address[1]
+        config["edit_uri"] = "edit/main/docs/"
+    return config
 
 
 def on_post_build(config: Any) -> None:

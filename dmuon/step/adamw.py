@@ -91,7 +91,7 @@ class AdamWUpdate:
         if self.rows:
             params, grads, averages, squares, steps = map(list, zip(*self.rows, strict=True))
             beta1, beta2 = self.group["betas"]
-            lr, factor = self.group["lr"], self.group["lr_multiplier"]
+            lr, factor = self.group["lr"], self.group.get("lr_multiplier", 1.0)
             adamw(
                 params,
                 grads,

@@ -187,14 +187,12 @@ class Muon(torch.optim.Optimizer):
             "second_moment": second_moment,
             "second_moment_beta": second_moment_beta,
             "adjust_lr_fn": adjust_lr_fn,
-            "lr_multiplier": 1.0,
         }
         adamw: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             "betas": adamw_betas,
             "eps": adamw_eps,
-            "lr_multiplier": 1.0,
         }
         copies = replicated_by_ddp(params)
         check_strategy(strategy)
@@ -564,7 +562,7 @@ class Muon(torch.optim.Optimizer):
             if group["use_muon"]:
                 # Once for each group: reading a tensor's number waits for the accelerator.
                 l2 = group["weight_decay"] if group["weight_decay_mode"] == "l2" else 0.0
-                group = {**group, "lr": group["lr_multiplier"] * float(group["lr"]), "l2": l2}
+                group = {**group, "lr": group.get("lr_multiplier", 1.0) * float(group["lr"]), "l2": l2}
             options.append(group)
         with self._timer.phase("publish"):
             for param in self._batched if self._dedicated else ():

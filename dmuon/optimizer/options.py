@@ -143,13 +143,13 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
     """
     for name in sorted(_ELSEWHERE.keys() & group.keys()):
         raise ValueError(f"option {name!r} is one of another library and means nothing here; write {_ELSEWHERE[name]}")
-    missing = [name for name in options_of(group) if name not in group]
+    missing = [name for name in options_of(group) if name not in group and name != "lr_multiplier"]
     if missing:
         raise ValueError(f"option {missing[0]!r} is missing; set it to what it was")
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
-    numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps", "lr_multiplier")}
+    numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps", "lr_multiplier") if name in group}
     below_one: dict[str, Any] = {}
     if group["use_muon"]:
         below_one |= {name: group[name] for name in ("momentum", "second_moment_beta")}

@@ -122,7 +122,7 @@ def expected_traffic(
             calls[message.purpose] += message.calls
             nbytes[message.purpose] += message.nbytes
     if comm.tensor is not None:
-        group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": ns_steps}
+        group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": ns_steps, "orthogonalize": None}
         residency = Dedicated(runtime, [])
         for round_ in residency.rounds([make_batches(residency.tasks(), torch.device("meta"))]):
             if not isinstance(round_, ExchangedRound):

@@ -91,7 +91,9 @@ class AdamWUpdate:
         if self.rows:
             params, grads, averages, squares, steps = map(list, zip(*self.rows, strict=True))
             beta1, beta2 = self.group["betas"]
-            lr, factor = self.group["lr"], self.group["lr_multiplier"]
+            lr = self.group["lr"]
+            if "lr_multiplier" in self.group:
+                lr = self.group["lr_multiplier"] * lr
             adamw(
                 params,
                 grads,
@@ -103,7 +105,7 @@ class AdamWUpdate:
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,
-                lr=lr if factor == 1 else factor * lr,
+                lr=lr,
                 weight_decay=self.group["weight_decay"],
                 eps=self.group["eps"],
                 maximize=False,

@@ -171,7 +171,7 @@ def test_on_the_cpu_it_is_not_asked_for():
 
 def test_the_log_says_what_multiplies_and_why(hopper, caplog):
     batch = SimpleNamespace(device=CUDA, dtype=torch.float32)
-    group = {"ns_coefficients": "polar_express", "ns_steps": 5, "ns_dtype": None}
+    group = {"ns_coefficients": "polar_express", "ns_steps": 5, "ns_dtype": None, "orthogonalize": None}
     rounds = [SimpleNamespace(index=0, batches=[batch, batch, SimpleNamespace(device=CPU, dtype=torch.float32)])]
     with caplog.at_level(logging.INFO, logger="dmuon"):
         tell_products([group], [], rounds)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -462,3 +463,98 @@ def test_a_users_assignment_moves_stacks(rank: int, world: int, move: bool) -> N
     stack.grad = torch.randn(4, 3, 5)
     optimizer.step()
     assert optimizer.last_step.ns_matrices == ((4 if config.state["moved to"] == rank else 0) if move else 2)
+
+
+# -- flat shards: what a matrix is only the functions know ----------------------------------------------------------
+
+
+def flat_functions(shapes: list[tuple[int, ...]], given: dict[int, tuple[int, ...]] | None = None) -> Functions:
+    """Of flat tensors cut at any element, as ZeRO does: a third for rank 0, the rest for rank 1, nothing for others.
+
+    Args:
+        given: by index, the shape in which a matrix is returned instead.
+    """
+
+    def bounds(index: int) -> list[int]:
+        numel, world = prod(shapes[index]), dist.get_world_size()
+        return [0, numel // 3, *[numel] * (world - 1)]
+
+    def gather(update: Tensor, dst_rank: int, state: State) -> Tensor | None:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, update)
+        index = state["current_param_idx"]
+        shape = (given or {}).get(index, shapes[index])
+        return torch.cat(parts).view(shape) if dist.get_rank() == dst_rank else None
+
+    def redistribute(update: Tensor | None, src_rank: int, state: State) -> Tensor:
+        found = [update]
+        dist.broadcast_object_list(found, src_rank)
+        first, last = bounds(state["current_param_idx"])[dist.get_rank() :][:2]
+        assert found[0] is not None
+        return found[0].flatten()[first:last].clone()
+
+    gather.bounds = bounds  # type: ignore[attr-defined]
+    return gather, redistribute
+
+
+def flat_pieces(shapes: list[tuple[int, ...]], functions: Functions, rank: int, step: int | None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(-1 if step is None else step)
+    wholes = [torch.randn(shape, generator=generator) for shape in shapes]
+    bounds = functions[0].bounds  # type: ignore[attr-defined]
+    return [whole.flatten()[slice(*bounds(i)[rank:][:2])].clone() for i, whole in enumerate(wholes)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_flat_shards_train_by_the_shape_of_what_is_gathered(rank: int, world: int) -> None:
+    shapes: list[tuple[int, ...]] = [(6, 4), (5, 7), (3, 4, 5)]
+    functions = flat_functions(shapes)
+    params = [nn.Parameter(piece) for piece in flat_pieces(shapes, functions, rank, None)]
+    config = DistributedConfig(lambda params, state: {0: 0, 1: 1, 2: 0}, *functions, {}, prefetch_count=0)
+    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], lr=0.1, distributed_config=config)
+    wholes = [nn.Parameter(torch.randn(s, generator=g)) for g in [torch.Generator().manual_seed(-1)] for s in shapes]
+    alone = dmuon.Muon([{"params": wholes, "use_muon": True}], lr=0.1)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for whole, param, piece in zip(wholes, params, flat_pieces(shapes, functions, rank, step), strict=True):
+            whole.grad = torch.randn(whole.shape, generator=generator)
+            param.grad = piece if piece.numel() else None
+        optimizer.step()
+        alone.step()
+    for i, (param, whole) in enumerate(zip(params, wholes, strict=True)):
+        expected = whole.detach().flatten()[slice(*functions[0].bounds(i)[rank:][:2])]  # type: ignore[attr-defined]
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-6)
+        assert optimizer.state[param]["momentum_buffer"].shape == param.shape
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        ((24,), (24,), "for parameter .* that Muon cannot take: a tensor of shape \\(24,\\) is no matrix"),
+        ((6, 4), (4, 6), "of shape \\(4, 6\\) for parameter .*; the whole matrix is \\(6, 4\\)"),
+    ],
+)
+@on_ranks(2)
+def test_flat_shards_come_back_as_one_matrix(
+    rank: int, world: int, first: tuple[int, ...], later: tuple[int, ...], message: str
+) -> None:
+    given = {0: first}
+    functions = flat_functions([(6, 4)], given)
+    [param] = [nn.Parameter(piece) for piece in flat_pieces([(6, 4)], functions, rank, None)]
+    config = DistributedConfig(lambda params, state: {0: 0}, *functions, {}, prefetch_count=0)
+    with pytest.raises(ValueError, match="has 1 dimensions"):  # not by generated functions
+        dmuon.Muon([{"params": [param], "use_muon": True}], distributed_config=create_dtensor_config())
+    optimizer = dmuon.Muon([{"params": [param], "use_muon": True}], distributed_config=config)
+    param.grad = torch.ones_like(param)
+    if first == later:
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        return
+    optimizer.step()
+    given[0] = later
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        dist.broadcast_object_list([torch.zeros(24)], 0)  # for the other rank, which heard of nothing
+    else:
+        optimizer.step()

@@ -25,6 +25,11 @@ MUON_OPTIONS = (
 )  # fmt: skip
 ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier")
 STATE_OPTIONS = ("second_moment", "momentum_dtype")  # which say what state there is
+# State dicts leave these out: so those that were saved before they existed have the same keys.
+UNSAVED = {
+    "weight_decay_mode": "decoupled", "momentum_dtype": None, "orthogonalize": None, "second_moment": None,
+    "second_moment_beta": 0.95,
+}  # fmt: skip
 DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
 MOST_NS_STEPS = 20
 

@@ -19,7 +19,7 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
 from dmuon.model.matrix_spec import flat_of, remember_spec, spec_of
-from dmuon.optimizer.options import check_options
+from dmuon.optimizer.options import UNSAVED, check_options
 from dmuon.optimizer.strategies import STRATEGY
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
@@ -364,10 +364,11 @@ def _group_mismatch(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping
         sizes = len(theirs["params"]), len(ours["params"])
         if sizes[0] != sizes[1]:
             return f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
-        moments = theirs.get("second_moment", ours.get("second_moment")), ours.get("second_moment")
-        if moments[0] != moments[1]:
+        moment = completed(theirs, ours).get("second_moment")
+        if moment != ours.get("second_moment"):
             return (
-                f"group {index} has second_moment={moments[0]!r} in the saved optimizer, {moments[1]!r} in this one; "
+                f"group {index} has second_moment={moment!r} in the saved optimizer, "
+                f"{ours['second_moment']!r} in this one; "
                 "build it with the same, or change that in the saved group"
             )
         if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
@@ -397,17 +398,23 @@ def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
     """A saved group; what it lacks, such as options that torch's own optimizers do not know, is as it was.
 
     So is the dtype of momentum, to which what was saved is converted, and strategies are those that matrices were laid
-    out by, whatever was saved.
+    out by, whatever was saved. What :func:`savable` has left out of a group of Muon is what is usual.
     """
-    own = {name: group[name] for name in ("momentum_dtype",) if name in group}
     kept = {name: value for name, value in group.items() if name != "params"}
+    if saved.get("use_muon"):
+        kept |= {name: usual for name, usual in UNSAVED.items() if name not in ("momentum_dtype", "orthogonalize")}
+    own = {name: group[name] for name in ("momentum_dtype",) if name in group}
     return {**kept, **{name: value for name, value in saved.items() if name != STRATEGY}, **own}
 
 
 def savable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group for a state dict, without functions, which files cannot hold: who loads it keeps its own."""
+    """A group for a state dict, without functions, which files cannot hold: who loads it keeps its own.
+
+    It has no options either that are rare, and as they are usually.
+    """
     functions = ("adjust_lr_fn", "orthogonalize")
-    return {name: value for name, value in group.items() if name not in functions or not callable(value)}
+    saved = {name: value for name, value in group.items() if name not in functions or not callable(value)}
+    return {name: value for name, value in saved.items() if name not in UNSAVED or value != UNSAVED[name]}
 
 
 def adamw_state(

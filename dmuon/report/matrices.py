@@ -20,7 +20,7 @@ from dmuon.exchanged.user_round import UserRound
 from dmuon.layout.matrices import Parcel, Strategy, numbered
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn
-from dmuon.model.matrix_spec import is_one_matrix, spec_of
+from dmuon.model.matrix_spec import flat_of, is_one_matrix, spec_of
 from dmuon.optimizer.groups import inside_ddp
 from dmuon.optimizer.muon import Muon
 from dmuon.planning.owner_plan import OwnerPlan
@@ -273,13 +273,17 @@ def _lies(batch: Batch, *, whole: bool) -> str:
     if whole:
         return f"{placed}, moved by a user's functions"
     if isinstance(batch, SharedBatch) and len(batch.parcel.holders) > 1:
-        held = [batch.domain.ranks[holder] for holder in batch.parcel.holders]
-        return f"{placed} on ranks {_ranks(held)}"
+        holders = batch.parcel.holders
+        if not isinstance(batch.params[0], DTensor):
+            placed = "replicated" if batch.parcel.spread.copies == len(holders) else f"sharded {placed}"
+        return f"{placed} on ranks {_ranks([batch.domain.ranks[holder] for holder in holders])}"
     return f"{placed}, whole here"
 
 
 def _placed(param: Tensor) -> str:
-    return ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else "replicated"
+    if isinstance(param, DTensor):
+        return ", ".join(map(str, param.placements))
+    return "plain" if flat_of(param) is None else "as one row (FSDP1)"
 
 
 def _ranks(ranks: Sequence[GlobalRank]) -> str:

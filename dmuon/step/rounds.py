@@ -120,7 +120,7 @@ class AloneRound(Round):
         for run_of, update, done in updates:
             step.done.append(done)
             if step.row_moments is not None and group["second_moment"] is not None:
-                update = step.row_moments.alone(group, batch, run_of, update)
+                update = step.row_moments.scale_wholes(group, batch, run_of, update)
             apply(group, batch, run_of, update, step.timer, record=step.record)
         return iter(())
 
@@ -322,7 +322,7 @@ class ExchangedRound(Round):
             arrived = torch.cat([updates[i] for i in bundle.numbers if i in updates])
             parts |= zip(bundle.numbers, arrived.split(bundle.counts), strict=True)
         assert step.row_moments is not None
-        return step.row_moments.shared(step.options[self.index], self.batches, parts, step.present)
+        return step.row_moments.scale_parts(step.options[self.index], self.batches, parts, step.present)
 
     @cached_property
     def copies(self) -> Copies:

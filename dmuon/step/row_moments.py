@@ -99,7 +99,7 @@ class RowMoments:
             begin_of = [begins[id(param)] + _offset(batch) for param in batch.params]
             self._rows[id(batch)] = _rows_of(batch, moments[batch.device, batch.dtype], begin_of)
 
-    def alone(self, group: Mapping[str, Any], batch: Batch, run_of: tuple[int, int], update: Tensor) -> Tensor:
+    def scale_wholes(self, group: Mapping[str, Any], batch: Batch, run_of: tuple[int, int], update: Tensor) -> Tensor:
         """What takes the place of ``update``, ``(k, m, n)``, of whole matrices.
 
         Args:
@@ -110,7 +110,7 @@ class RowMoments:
         factors = _folded(group, batch, rows.moments, rows.index[some], squares)
         return _scaled(update, batch, factors, (squares * factors.square()).sum(1))
 
-    def shared(
+    def scale_parts(
         self, group: Mapping[str, Any], batches: Sequence[SharedBatch], updates: Mapping[int, Tensor], present: Set[int]
     ) -> dict[int, Tensor]:
         """What takes the place of ``updates``, of this rank's parts by number of the batch. Collective over the domain.

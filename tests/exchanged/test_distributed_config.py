@@ -203,7 +203,7 @@ def test_other_returns_are_refused(name: str, returned: object, message: str) ->
         stepped(**{name: lambda update, rank, state: returned})
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (3, 2, 1), (6,), (2, 2)])
+@pytest.mark.parametrize("shape", [(2, 3), (2, 2)])
 def test_matrices_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     for name in ("gather_fn", "redistribute_fn"):
         said = f"{name} returned a tensor of shape {shape} for parameter"

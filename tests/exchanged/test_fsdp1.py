@@ -191,7 +191,7 @@ def trained_odd(_rank: int, _world: int, steps: int) -> dict[str, Tensor]:
         model(step).backward()
         optimizer.step()
     assert {row.shape for row in optimizer.exchanged()} >= {"3x5", "5x3", "4x12", "2x4"}
-    assert "plain" in dmuon.explain(model, optimizer)
+    assert "sharded as one row (FSDP1) on ranks" in dmuon.explain(model, optimizer)
     return whole(model)
 
 

@@ -30,7 +30,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dmuon
 from dmuon.kernels import user_cache_directory
 from dmuon.planning import agreed_plan
-from dmuon.platform import host
 from dmuon.solver import Plan, SolveOptions
 
 FP32 = MixedPrecisionPolicy()
@@ -125,7 +124,7 @@ def ranks_given_to_the_solver(rank: int, world: int, hosts: list[str]) -> list[d
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreed_plan, "solve_plan", solve)
-        patch.setattr(host.socket, "gethostname", lambda: hosts[rank])
+        patch.setattr("dmuon.dedicated.dedicate.gethostname", lambda: hosts[rank])
         dedicated(rank, world)
     return seen
 

@@ -321,7 +321,7 @@ def test_owners_and_batches_are_the_files_and_bytes_this_runs(rank: int, world: 
     model = build(seed=rank)
     policy = MixedPrecisionPolicy(param_dtype=torch.float64)
     plan = dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), plan=path, mp_policy=policy)
-    owners = [entry.owner for entry in dedications(model)[0].runtime.matrices()]
+    owners = [entry.rest.owner for entry in dedications(model)[0].runtime.matrices()]
     assert plan.owners == planned.owners and plan.digest == planned.digest
     assert all(m.nbytes == 8 * m.rows * m.cols for m in (*plan.matrices, *plan.solution.matrices)), "of this run"
     assert tuple(owners.count(r) for r in range(world)) == planned.solution.rank_matrices

@@ -56,13 +56,13 @@ FAULTS = {
         "scale_of_the_update_dropped": "torch._foreach_add_(params, updates, alpha=-lr« * scale→»)",
     },
     "tests/solver/test_heuristics.py tests/solver/test_planner.py": {
-        "greedy_forgets_loads": "load[rank], owned[rank] = «finish→load[rank]», after",
+        "greedy_forgets_loads": "load[rank], owned[rank] = «finish→load[rank]», owned[rank] + nbytes",
     },
     f"tests/solver/test_planner.py {LIMITS}": {
         "bound_too_high": "return needed * «_SLACK→1.2» <= self.power * capacity",
     },
     LIMITS: {
-        "limits_of_memory_ignored": "(self.room[:, None, :] // self.weights[:, :, None]).«min→max»(axis=0)",
+        "limits_of_memory_ignored": "np.«minimum→maximum»(by_time, self.memory // self.state_bytes[:, None])",
     },
     "tests/solver/test_costs.py": {
         "transfer_counts_once_a_batch": "{k: cost + «k * →»extra for k, cost in costs[shape].items()}",
@@ -79,7 +79,7 @@ FAULTS = {
     },
     REDISTRIBUTION: {
         "a_gather_is_not_waited_for": "«            self._pending.wait()\n→»            sections = self._received",
-        "what_travels_is_the_wrong_part": "if cut.index is None else part«→.flip(1)»[cut.index]",
+        "what_travels_is_the_wrong_part": "return tensor«→.flip(1)»[self.index]",
     },
     "tests/dedicated/test_ranks_that_differ.py -k evaluation_in_another_order": {
         "digests_are_alike": "return «zlib.crc32(repr(lanes).encode()) & DIGEST_BITS→len(lanes)»",
@@ -113,7 +113,7 @@ FAULTS = {
     RESUMED: {
         "loaded_momentum_is_not_stored": "row.local.«copy_(part)→zero_()»",
         "loaded_options_are_dropped": (
-            'return {**«→saved, **»{name: value for name, value in group.items() if name != "params"}«, **saved→»}'
+            "return {**kept, **{name: value for name, value in saved.items() if name «!=→==» STRATEGY}, **own}"
         ),
     },
     "tests/optimizer/test_muon.py -k 'weight_decay or each_option'": {

@@ -38,6 +38,7 @@ class Program:
             program waits as it should.
         ns_dtype: of Newton–Schulz; in half precision pieces travel normalized.
         strategy: who orthogonalizes what is exchanged.
+        second_moment: as ``dmuon.Muon`` has it.
         nccl: transports are chosen as on NCCL.
         graphs: how many recordings are kept, of which all updates are replayed; 0: nothing is recorded.
         bucket: bytes of replicated gradients that travel together; None is dmuon's own choice.
@@ -52,6 +53,7 @@ class Program:
     half: bool = False
     ns_dtype: torch.dtype | None = None
     strategy: str = "owner"
+    second_moment: str | None = None
     nccl: bool = False
     graphs: int = 0
     model: Literal["toy", "single", "auxiliary", "experts", "branches", "towers"] = "toy"
@@ -434,6 +436,7 @@ def _made(program: Program) -> Trained:
     options: dict[str, Any] = {"comm": dmuon.CommOptions(**program.comm)} if program.dedicated else {}
     laid = lay(program.layout, model, keep=program.keep, mp_policy=half, **options)
     options = {"overlap_backward": program.overlap, "ns_dtype": program.ns_dtype, "strategy": program.strategy}
+    options["second_moment"] = program.second_moment
     return Trained(laid, laid.optimizer(**options), program.half)
 
 
@@ -457,6 +460,7 @@ PROGRAMS: dict[str, Program] = {
     "fsdp exchanged": Program("fsdp2-2", f"{T} {T}"),
     "fsdp exchanged half": Program("fsdp2-2", f"{T} {T}", ns_dtype=torch.float16),
     "fsdp replicated": Program("fsdp2-2", f"{T} {T}", strategy="replicated"),
+    "fsdp rows": Program("fsdp2-2", f"{T} {T}", second_moment="row"),
     "fsdp sharded": Program("fsdp2-2", f"{T} {T}", strategy="sharded"),
     "hsdp sharded": Program("fsdp2-hsdp", f"{T} {T}", ns_dtype=torch.float16, strategy="sharded"),
     "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),

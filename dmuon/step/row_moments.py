@@ -129,7 +129,7 @@ class RowMoments:
                 sums[i] = squares[i].new_zeros((batch.count, batch.shape[batch.transposed]))
                 if rows.counted:
                     sums[i][:, rows.at] = squares[i]
-        _all_reduce(sums, domain, "squares of rows")
+        _sum_over_ranks(sums, domain, "squares of rows")
         squares |= {i: of_whole[:, every[i][2].at] for i, of_whole in sums.items()}
         factors, norms = dict[int, Tensor](), dict[int, Tensor]()
         for i, batch, rows in every:
@@ -139,7 +139,7 @@ class RowMoments:
                 factors[i][some] = _folded(group, batch, rows.moments, rows.index[some], squares[i][some])
             norms[i] = (squares[i] * factors[i].square()).sum(1)
         joined = {i: norms[i] if rows.first else norms[i].zero_() for i, _, rows in every if rows.joins_norms}
-        _all_reduce(joined, domain, "norms of scaled rows")
+        _sum_over_ranks(joined, domain, "norms of scaled rows")
         return {i: _scaled(update, batches[i], factors[i], (norms | joined)[i]) for i, update in updates.items()}
 
 
@@ -203,7 +203,7 @@ def _scaled(update: Tensor, batch: Batch, factors: Tensor, squared_norms: Tensor
     return (update * of_rows).to(update.dtype)
 
 
-def _all_reduce(tensors: Mapping[int, Tensor], domain: Domain, what: str) -> None:
+def _sum_over_ranks(tensors: Mapping[int, Tensor], domain: Domain, what: str) -> None:
     """Sum ``tensors`` over a domain, all ranks of which have them, in place."""
     if not tensors:
         return

@@ -280,7 +280,7 @@ PLANTS = {
     "self._pending.wait in Copying.wait": "hsdp exchanged",
     "work.wait in join_norms": "fsdp exchanged half",
     "domain.monitor.start(…).wait in _add_up_over": "fsdp sharded",
-    "domain.monitor.start(…).wait in _all_reduce": "fsdp rows",
+    "domain.monitor.start(…).wait in _sum_over_ranks": "fsdp rows",
     "fill.wait in OwnedBuffer._settle": "lines",
     "publication.wait in OwnedBuffer._settle": "ddp",
     "tensor.record_stream in Stream.beside": "overlap",

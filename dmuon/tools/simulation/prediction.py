@@ -52,7 +52,7 @@ def report(scenario: Scenario) -> str:
         "Newton–Schulz costs "
         + (f"estimated for {guessed} of {_plural(len(shapes), 'shape')}" if guessed else "measured"),
         "",
-        f"{'':<28}{'step ms':>9}{'fwd+bwd':>9}{'NS':>8}{'exposed':>9}{'over AdamW':>23}{'gathered':>10}",
+        f"{'':<28}{'step ms':>9}{'fwd+bwd':>9}{'NS':>10}{'exposed':>9}{'over AdamW':>23}{'gathered':>10}",
     ]
     adamw = min(step_s("adamw", replace(scenario, kept=kept)) for kept in (False, True))
     gather = step_s("gather", scenario)
@@ -61,7 +61,7 @@ def report(scenario: Scenario) -> str:
         step, ns = step_s(program, replace(scenario, kept=kept)), newton_schulz_s(program, scenario)
         overhead = "" if program == "adamw" else verdict(step / adamw - 1)
         lines.append(
-            f"{_NAMES[program] + _KEPT * kept:<28}{1e3 * step:>9.2f}{1e3 * computes:>9.2f}{1e3 * ns:>8.2f}"
+            f"{_NAMES[program] + _KEPT * kept:<28}{1e3 * step:>9.2f}{1e3 * computes:>9.2f}{1e3 * ns:>10.2f}"
             f"{1e3 * (step - computes - ns):>9.2f}{overhead:>23}{gather / step:>9.2f}×"
         )
     lines += ["", *_LEGEND]

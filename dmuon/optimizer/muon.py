@@ -35,7 +35,9 @@ from dmuon.optimizer.groups import (
 from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products, tell_scale
 from dmuon.optimizer.options import (
     KEYWORDS_ELSEWHERE,
+    RARE,
     STATE_OPTIONS,
+    USUAL,
     Description,
     check_edited,
     check_functions,
@@ -311,6 +313,8 @@ class Muon(torch.optim.Optimizer):
                 config = self._origin.config
                 own = config is not None and recipe_of(config) is None
                 check_group(group, shards=config is not None, flat=own)
+                for name in [name for name in RARE if name in group and group[name] == USUAL[name]]:
+                    del group[name]
                 super().add_param_group(as_group(group))
             if self._built:
                 self._lay_out("a group was added")
@@ -561,8 +565,9 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["use_muon"]:
                 # Once for each group: reading a tensor's number waits for the accelerator.
+                group = {**USUAL, **group}
                 l2 = group["weight_decay"] if group["weight_decay_mode"] == "l2" else 0.0
-                group = {**group, "lr": group.get("lr_multiplier", 1.0) * float(group["lr"]), "l2": l2}
+                group |= {"lr": group["lr_multiplier"] * float(group["lr"]), "l2": l2}
             options.append(group)
         with self._timer.phase("publish"):
             for param in self._batched if self._dedicated else ():

@@ -25,11 +25,12 @@ MUON_OPTIONS = (
 )  # fmt: skip
 ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier")
 STATE_OPTIONS = ("second_moment", "momentum_dtype")  # which say what state there is
-# State dicts leave these out: so those that were saved before they existed have the same keys.
-UNSAVED = {
+# Groups have these only where they are not as here: state dicts that are older than the options have the same keys.
+USUAL: Mapping[str, Any] = {
     "weight_decay_mode": "decoupled", "momentum_dtype": None, "orthogonalize": None, "second_moment": None,
-    "second_moment_beta": 0.95,
+    "second_moment_beta": 0.95, "lr_multiplier": 1.0,
 }  # fmt: skip
+RARE = USUAL.keys() - {"lr_multiplier"}  # which who has groups of his own writes there
 DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
 MOST_NS_STEPS = 20
 
@@ -148,7 +149,7 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
     """
     for name in sorted(_ELSEWHERE.keys() & group.keys()):
         raise ValueError(f"option {name!r} is one of another library and means nothing here; write {_ELSEWHERE[name]}")
-    missing = [name for name in options_of(group) if name not in group and name != "lr_multiplier"]
+    missing = [name for name in options_of(group) if name not in group and name not in USUAL]
     if missing:
         raise ValueError(f"option {missing[0]!r} is missing; set it to what it was")
     lr = group["lr"]
@@ -157,8 +158,9 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
     numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps", "lr_multiplier") if name in group}
     below_one: dict[str, Any] = {}
     if group["use_muon"]:
-        below_one |= {name: group[name] for name in ("momentum", "second_moment_beta")}
-        _check_muon_options(group)
+        full = {**USUAL, **group}
+        below_one |= {name: full[name] for name in ("momentum", "second_moment_beta")}
+        _check_muon_options(full)
     else:
         betas = group["betas"]
         if not isinstance(betas, Sequence) or len(betas) != 2:
@@ -264,7 +266,7 @@ def check_functions(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round]
         Exception: whatever it raises, or of what it returns.
     """
     for round_ in rounds:
-        function = groups[round_.index]["orthogonalize"]
+        function: Any = groups[round_.index].get("orthogonalize")
         for batch in round_.batches if function is not None and round_.knows_shapes else ():
             key = (function, batch.shape, batch.dtype, batch.device)
             if key not in proven and (not isinstance(batch, SharedBatch) or batch.is_owned):

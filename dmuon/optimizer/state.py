@@ -19,7 +19,7 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
 from dmuon.model.matrix_spec import flat_of, remember_spec, spec_of
-from dmuon.optimizer.options import UNSAVED, check_options
+from dmuon.optimizer.options import RARE, check_options
 from dmuon.optimizer.strategies import STRATEGY
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
@@ -368,7 +368,7 @@ def _group_mismatch(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping
         if moment != ours.get("second_moment"):
             return (
                 f"group {index} has second_moment={moment!r} in the saved optimizer, "
-                f"{ours['second_moment']!r} in this one; "
+                f"{ours.get('second_moment')!r} in this one; "
                 "build it with the same, or change that in the saved group"
             )
         if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
@@ -394,27 +394,25 @@ def _state_fault(state: Mapping[str, Any]) -> str | None:
     return None
 
 
+_OWN = ("momentum_dtype", "orthogonalize")  # of rare options, what no load changes
+
+
 def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group; what it lacks, such as options that torch's own optimizers do not know, is as it was.
 
     So is the dtype of momentum, to which what was saved is converted, and strategies are those that matrices were laid
-    out by, whatever was saved. What :func:`savable` has left out of a group of Muon is what is usual.
+    out by, whatever was saved. What a group that dmuon saved lacks of rare options is as usual.
     """
     kept = {name: value for name, value in group.items() if name != "params"}
-    if saved.get("use_muon"):
-        kept |= {name: usual for name, usual in UNSAVED.items() if name not in ("momentum_dtype", "orthogonalize")}
-    own = {name: group[name] for name in ("momentum_dtype",) if name in group}
-    return {**kept, **{name: value for name, value in saved.items() if name != STRATEGY}, **own}
+    if "use_muon" in saved:
+        kept = {name: value for name, value in kept.items() if name not in RARE or name in _OWN}
+    return {**kept, **{name: value for name, value in saved.items() if name not in (STRATEGY, "momentum_dtype")}}
 
 
 def savable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group for a state dict, without functions, which files cannot hold: who loads it keeps its own.
-
-    It has no options either that are rare, and as they are usually.
-    """
+    """A group for a state dict, without functions, which files cannot hold: who loads it keeps its own."""
     functions = ("adjust_lr_fn", "orthogonalize")
-    saved = {name: value for name, value in group.items() if name not in functions or not callable(value)}
-    return {name: value for name, value in saved.items() if name not in UNSAVED or value != UNSAVED[name]}
+    return {name: value for name, value in group.items() if name not in functions or not callable(value)}
 
 
 def adamw_state(

@@ -66,7 +66,7 @@ def strategies_of(
                     f"strategy={chosen!r} for {name!r}, of which FSDP1 has a flat shard on each rank: use 'owner' or "
                     "'replicated', or torch's fully_shard (FSDP2)"
                 )
-            if chosen in ("sharded", "auto") and group["orthogonalize"] is not None:
+            if chosen in ("sharded", "auto") and group.get("orthogonalize") is not None:
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, of which orthogonalize= wants whole matrices, at costs that "
                     "no plan knows: use 'owner' or 'replicated'"

@@ -312,7 +312,7 @@ def _newton_schulz(optimizer: Muon) -> list[str]:
     """Coefficients, and how many steps in which dtype."""
     lines = []
     for group in optimizer.param_groups:
-        if group["use_muon"] and group["params"] and group["orthogonalize"] is not None:
+        if group["use_muon"] and group["params"] and group.get("orthogonalize") is not None:
             lines.append(f"orthogonalization: by {name_of(group['orthogonalize'])}")
         elif group["use_muon"] and group["params"]:
             momentum = torch.promote_types(group["params"][0].dtype, torch.float32)

@@ -96,7 +96,7 @@ class EarlyUpdates:
             return  # of a matrix that was frozen until now, the step shows the momentum
         present = [grad for grad in grads if grad is not None]
         group = self._group_at(self._index[id(batch)])
-        if group["weight_decay_mode"] == "l2":
+        if group.get("weight_decay_mode") == "l2":
             return  # weights may change until the step, which nothing here would show
         momentum = self._momentum_versions(batch)
         parts = [local_tensor(grad) for grad in present]
@@ -164,4 +164,4 @@ def _version(grad: Tensor) -> tuple[int, int]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in _OPTIONS}
+    return {name: group.get(name) for name in _OPTIONS}

@@ -81,8 +81,9 @@ def numerics_of(group: Mapping[str, Any], dtype: torch.dtype, device: torch.devi
     coefficients = group["ns_coefficients"]
     if not isinstance(coefficients, str):  # lists among them cannot be remembered
         coefficients = tuple(tuple(one) if isinstance(one, Sequence) else one for one in coefficients)
-    if group["orthogonalize"] is not None:
-        return Numerics(coefficient_sequence("classic", 5), dtype, dtype, dtype, False, group["orthogonalize"])
+    function = group.get("orthogonalize")
+    if function is not None:
+        return Numerics(coefficient_sequence("classic", 5), dtype, dtype, dtype, False, function)
     return _numerics(coefficients, group["ns_steps"], group["ns_dtype"], dtype, device)
 
 

@@ -393,7 +393,7 @@ def test_momentum_is_converted_by_a_load() -> None:
             assert values["momentum_buffer"].dtype == torch.bfloat16
             assert torch.equal(values["momentum_buffer"], saved["state"][i]["momentum_buffer"].bfloat16())
     wide.load_state_dict(again)
-    assert wide.param_groups[0]["momentum_dtype"] is None
+    assert wide.param_groups[0].get("momentum_dtype") is None
     for i, values in wide.state_dict()["state"].items():
         if "momentum_buffer" in values:
             assert values["momentum_buffer"].dtype == torch.float32

@@ -69,6 +69,20 @@ def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, member
 
 
 @EVERY
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+@on_ranks(2)
+def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member: str, strategy: str) -> None:
+    if (member, strategy) == ("function", "sharded"):
+        return  # which is refused
+    weights, mesh = Weights(twin=paper(member, 0.02)), init_device_mesh("cpu", (world,))
+    for i, split in enumerate(SPLITS):
+        weights.shard(i, split.shape, mesh, [Shard(0)], split=split)
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"), strategy=strategy, **MEMBERS[member])
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+
+
+@EVERY
 @pytest.mark.parametrize("layout", ["2", "3", "ddp", "hsdp", "tp"])
 def test_tensors_of_any_matrices_that_dmuon_owns(ranks: RankPool, layout: str, member: str) -> None:
     ranks({"hsdp": 4, "3": 3}.get(layout, 2), owned, layout, member)

@@ -17,7 +17,9 @@ from dmuon.step.batches import Batch
 from dmuon.step.rounds import AloneRound
 from dmuon.step.update import Done, fold, numerics_of, orthogonalize
 
-_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize")
+_OPTIONS = (
+    "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize", "weight_decay_mode",
+)  # fmt: skip
 
 
 @dataclass(slots=True)

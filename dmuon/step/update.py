@@ -172,6 +172,11 @@ def orthogonalized_by(function: Orthogonalize, x: Tensor) -> Tensor:
     return found
 
 
+def trial_of(function: Orthogonalize, batch: Batch) -> tuple[object, ...]:
+    """On what a user's function is tried before it gets matrices of ``batch``."""
+    return (function, batch.shape, batch.dtype, batch.device)
+
+
 def name_of(function: Any) -> str:
     """As messages call a user's function."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))

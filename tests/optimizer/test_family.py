@@ -284,7 +284,7 @@ def test_a_function_that_returns_something_else_changes_nothing(
 def refuses(rank: int, world: int, layout: str, function: Any, kind: type[Exception], says: str) -> None:
     """On all ranks that share matrices: those that own none of a shape hear of it."""
     laid = lay(layout, build())
-    optimizer = laid.optimizer(orthogonalize=function)
+    optimizer = laid.optimizer(orthogonalize=function, overlap_backward=True)  # which must not call it before
     laid.backward(0)
     before = full_state(laid.network)
     with pytest.raises((kind, RuntimeError), match=f"{says}|cannot take this step"):

@@ -196,8 +196,8 @@ class SharedBatch(Batch):
 
     @property
     def is_owned(self) -> bool:
-        """Whether this rank orthogonalizes them."""
-        return self.parcel.owner == self.domain.position
+        """Whether this rank orthogonalizes them, perhaps as others do."""
+        return self.parcel.strategy != "owner" or self.parcel.owner == self.domain.position
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -281,6 +281,21 @@ def test_a_function_that_returns_something_else_changes_nothing(
     ranks(LAYOUTS[layout].world, refuses, layout, function, kind, says)
 
 
+def failing_on_one_rank(x: Tensor) -> Tensor:
+    return failing(x) if torch.distributed.get_rank() == 1 else x
+
+
+@on_ranks(2)
+def test_a_function_that_fails_on_one_of_several_ranks_changes_nothing(rank: int, world: int) -> None:
+    laid = lay("fsdp2-2", build())
+    optimizer = laid.optimizer(orthogonalize=failing_on_one_rank, strategy="replicated")
+    laid.backward(0)
+    before = full_state(laid.network)
+    with pytest.raises((ArithmeticError, RuntimeError), match="no convergence|rank 1, .* cannot take this step"):
+        optimizer.step()
+    assert_equal_weights(full_state(laid.network), before, 0.0)
+
+
 def refuses(rank: int, world: int, layout: str, function: Any, kind: type[Exception], says: str) -> None:
     """On all ranks that share matrices: those that own none of a shape hear of it."""
     laid = lay(layout, build())

@@ -410,10 +410,12 @@ def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
 def savable(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group for a state dict, without functions, which files cannot hold: who loads it keeps its own.
 
-    It has no options either that are rare, and as they are usually.
+    So does who loads momentum; torch gathers no state dict with a dtype in it. It has no options either that are rare,
+    and as they are usually.
     """
     functions = ("adjust_lr_fn", "orthogonalize")
     saved = {name: value for name, value in group.items() if name not in functions or not callable(value)}
+    saved.pop("momentum_dtype", None)
     return {name: value for name, value in saved.items() if name not in UNSAVED or value != UNSAVED[name]}
 
 

@@ -21,6 +21,7 @@ from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import DECAY, LR, OPTIONS, batch, build
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -191,6 +192,19 @@ def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
     else:
         expected = trained(build(), member, {}, checkpoints.TOTAL)
     assert_equal_weights(found, expected, NEAR.get(member, 1e-5))
+
+
+@on_ranks(2)
+def test_bf16_momentum_is_gathered_whole(rank: int, world: int) -> None:
+    laid = lay("fsdp2-2", build())
+    optimizer = laid.optimizer(momentum_dtype=torch.bfloat16)
+    laid.backward(0)
+    optimizer.step()
+    whole_state = get_optimizer_state_dict(laid.model, optimizer, options=checkpoints.FULL)
+    set_optimizer_state_dict(laid.model, optimizer, whole_state, options=checkpoints.FULL)
+    assert optimizer.param_groups[0]["momentum_dtype"] is torch.bfloat16
+    moments = [values["momentum_buffer"] for values in whole_state["state"].values() if "momentum_buffer" in values]
+    assert moments and all(moment.dtype == torch.bfloat16 for moment in moments)
 
 
 # -- learning rates ------------------------------------------------------------------------------------------------

@@ -119,14 +119,15 @@ class Spread:
         groups: Iterable[tuple[Sequence[Position], Run]] = [(self.holders, (0, self.layout.shape[dim]))]
         if self.slices_are_here:
             groups = [(line, self.pieces[line[0]].runs[dim][0]) for line in self.lines]
-        found = dict.fromkeys(self.holders, self._slice(dim, 0, 0))
+        found = dict.fromkeys(self.holders, self.part_of_long_side(0, 0))
         for members, (start, stop) in groups:
             bounds = [start + (stop - start) * i // len(members) for i in range(len(members) + 1)]
-            found |= {member: self._slice(dim, *pair) for member, pair in zip(members, pairwise(bounds), strict=True)}
+            found |= {m: self.part_of_long_side(*pair) for m, pair in zip(members, pairwise(bounds), strict=True)}
         return found
 
-    def _slice(self, dim: int, start: int, stop: int) -> Piece:
-        whole = Piece.whole(self.layout.shape)
+    def part_of_long_side(self, start: int, stop: int) -> Piece:
+        """All of the short side, also where there is nothing of the long one: such slices add zeros to a sum."""
+        dim, whole = int(self.layout.shape[0] <= self.layout.shape[1]), Piece.whole(self.layout.shape)
         return Piece(
             tuple(runs if d != dim else ((start, stop),) * (start < stop) for d, runs in enumerate(whole.runs))
         )
@@ -250,8 +251,7 @@ class Parcel:
             own = ({}, {}) if piece is None else ({position: whole}, {position: piece})
             return self._route(copy, dict.fromkeys(copy, whole)), self._route(*own)
         slices = {holder: piece for holder, piece in spread.slices.items() if piece.numel}
-        nothing = Piece(((),) * len(self.layout.shape))
-        mine = {position: spread.slices.get(position, nothing)}
+        mine = {position: spread.slices.get(position, spread.part_of_long_side(0, 0))}
         if not spread.slices_are_here:
             of_copy = {h: slices[h] for h in spread.holders_with(at) if h in slices}
             return self._route(copy, of_copy | mine), self._route(slices, spread.parts)

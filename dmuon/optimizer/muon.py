@@ -377,7 +377,7 @@ class Muon(torch.optim.Optimizer):
         alone = [round_ for round_ in rounds if isinstance(round_, AloneRound)]
         if self._origin.overlap and alone:
             group_of = partial(_group_of, weakref.ref(self))
-            self._early = EarlyUpdates(alone, group_of, self._momentum.shown, self._device)
+            self._early = EarlyUpdates(alone, group_of, self._momentum.shown, self._proven, self._device)
             for dedicated in self._dedicated:  # which hold it weakly
                 dedicated.listen(self._early.landed)
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]

@@ -17,7 +17,7 @@ from dmuon.optimizer.strategies import STRATEGY, check_strategy
 from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.batches import SharedBatch
 from dmuon.step.rounds import Round
-from dmuon.step.update import orthogonalized_by
+from dmuon.step.update import orthogonalized_by, trial_of
 
 MUON_OPTIONS = (
     "lr", "weight_decay", "weight_decay_mode", "momentum", "momentum_dtype", "nesterov", "ns_coefficients", "ns_steps",
@@ -268,7 +268,7 @@ def check_functions(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round]
     for round_ in rounds:
         function: Any = groups[round_.index].get("orthogonalize")
         for batch in round_.batches if function is not None and round_.knows_shapes else ():
-            key = (function, batch.shape, batch.dtype, batch.device)
+            key = trial_of(function, batch)
             if key not in proven and (not isinstance(batch, SharedBatch) or batch.is_owned):
                 generator = torch.Generator(batch.device).manual_seed(0)
                 x = torch.randn((1, *batch.shape), generator=generator, dtype=batch.dtype, device=batch.device)

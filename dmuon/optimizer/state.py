@@ -410,9 +410,14 @@ def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
 
 
 def savable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group for a state dict, without functions, which files cannot hold: who loads it keeps its own."""
+    """A group for a state dict, without functions, which files cannot hold: who loads it keeps its own.
+
+    So does who loads momentum; torch gathers no state dict with a dtype in it.
+    """
     functions = ("adjust_lr_fn", "orthogonalize")
-    return {name: value for name, value in group.items() if name not in functions or not callable(value)}
+    saved = {name: value for name, value in group.items() if name not in functions or not callable(value)}
+    saved.pop("momentum_dtype", None)
+    return saved
 
 
 def adamw_state(

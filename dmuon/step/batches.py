@@ -84,6 +84,7 @@ class Batch:
         scaled_shape: ``(out, in)`` of each whole matrix, by which learning rates are scaled.
         dtype, device: in which momentum is folded, and what travels.
         is_copied: :meth:`momentum` is a copy: it is stored in another dtype, or as no view of one tensor.
+        is_rounded: it is stored in another dtype.
     """
 
     params: list[Tensor]
@@ -104,6 +105,7 @@ class Batch:
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
     is_copied: bool = field(init=False)
+    is_rounded: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.each = len(self.numbers)
@@ -115,7 +117,8 @@ class Batch:
         self.scaled_shape = self.shape[::-1] if self.transposed else self.shape
         self.dtype = torch.promote_types(self.params[0].dtype, torch.float32)
         self.device = self.momenta[0].device
-        self.is_copied = self.stacked is None or self.stacked.dtype != self.dtype
+        self.is_rounded = self.momenta[0].dtype != self.dtype
+        self.is_copied = self.stacked is None or self.is_rounded
 
     def gradients(self, start: int, end: int, decay: float = 0.0) -> list[Tensor]:
         """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none.
@@ -193,8 +196,8 @@ class SharedBatch(Batch):
 
     @property
     def is_owned(self) -> bool:
-        """Whether this rank orthogonalizes them."""
-        return self.parcel.owner == self.domain.position
+        """Whether this rank orthogonalizes them, perhaps as others do."""
+        return self.parcel.strategy != "owner" or self.parcel.owner == self.domain.position
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ from dmuon.platform.streams import PhaseTimer, Stream
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.rounds import AloneRound
-from dmuon.step.update import Done, fold, numerics_of, orthogonalize
+from dmuon.step.update import Done, fold, numerics_of, orthogonalize, trial_of
 
-_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize")
+_OPTIONS = (
+    "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize", "weight_decay_mode",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class EarlyUpdates:
         rounds: of all batches that this rank has whole; they will ask for early updates.
         group_at: the options of a group.
         shown: what the optimizer's state shows of the momentum, by ``id`` of the parameter.
+        proven: trials of users' functions that have succeeded.
     """
 
     def __init__(
@@ -62,10 +65,12 @@ class EarlyUpdates:
         rounds: Sequence[AloneRound],
         group_at: Callable[[int], Mapping[str, Any]],
         shown: Mapping[int, Tensor],
+        proven: Collection[object],
         device: torch.device,
     ) -> None:
         self._group_at = group_at
         self._shown = shown
+        self._proven = proven
         self._index = {id(round_.batches[0]): round_.index for round_ in rounds}
         self._batches_of: dict[int, list[Batch]] = {}  # by id of the parameter
         for round_ in rounds:
@@ -98,6 +103,9 @@ class EarlyUpdates:
         group = self._group_at(self._index[id(batch)])
         if group.get("weight_decay_mode") == "l2":
             return  # weights may change until the step, which nothing here would show
+        function = group["orthogonalize"]
+        if function is not None and trial_of(function, batch) not in self._proven:
+            return  # the step tries it: one that fails in backward would leave other ranks waiting in theirs
         momentum = self._momentum_versions(batch)
         parts = [local_tensor(grad) for grad in present]
         with self._side.beside(parts), torch.autocast(batch.device.type, enabled=False):

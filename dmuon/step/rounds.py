@@ -221,7 +221,7 @@ class ExchangedRound(Round):
             for bundle in self.bundles:
                 batch = bundle.joint
                 runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
-                found = fold(group, batch, runs, momentum_norms)
+                found = fold(group, batch, runs, momentum_norms, again=True)
                 if runs is not batch.whole:
                     zeros = torch.zeros(batch.count, dtype=torch.float64, device=batch.device)
                     found = [with_zeros(found, batch, runs, zeros)]
@@ -245,10 +245,13 @@ class ExchangedRound(Round):
                 else:
                     of_bundle, found = torch.cat([norms[i] for i in bundle.numbers]), []
                     kernel = partial(normalized_update, beta=group["momentum"], nesterov=group["nesterov"])
-                    for start, end in runs:  # gradients are in momentum already
+                    for start, end in runs:  # gradients are in momentum already, unless that is rounded
                         rows = of_bundle[start * batch.each : end * batch.each]
-                        of_run = (batch.gradients(start, end, group["l2"]), batch.momentum(start, end), rows)
-                        found.append(kernel(*of_run, storage=numerics.storage, eps=group["eps"]))
+                        grads, momentum = batch.gradients(start, end, group["l2"]), batch.momentum(start, end)
+                        if batch.is_rounded:
+                            momentum_norms(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"])
+                            batch.put_momentum(start, end, momentum)
+                        found.append(kernel(grads, momentum, rows, storage=numerics.storage, eps=group["eps"]))
                 if runs is not batch.whole:
                     shape = batch.momentum(0, len(batch.params)).shape
                     dtype = batch.dtype if norms is None else numerics.begins

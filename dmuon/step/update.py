@@ -98,13 +98,20 @@ def _numerics(
 
 
 def fold(
-    group: Mapping[str, Any], batch: Batch, runs: Sequence[tuple[int, int]], kernel: Callable[..., _T]
+    group: Mapping[str, Any],
+    batch: Batch,
+    runs: Sequence[tuple[int, int]],
+    kernel: Callable[..., _T],
+    *,
+    again: bool = False,
 ) -> list[_T]:
     """Fold gradients into this rank's momentum, in place. A gradient that this rank lacks counts as zero.
 
     Args:
         runs: ranges of parameters of which any rank has a gradient.
         kernel: of gradients, momentum ``(k, …)``, ``beta`` and ``nesterov``, such as ``momentum_update``.
+        again: momentum that is rounded stays as it was: it is folded once more, since updates are of what it was
+            before it is rounded.
 
     Returns:
         What the kernel makes of each run.
@@ -114,7 +121,7 @@ def fold(
         momentum = batch.momentum(start, end)
         grads = batch.gradients(start, end, group["l2"])
         found.append(kernel(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"]))
-        if batch.is_copied:
+        if batch.is_copied and not (again and batch.is_rounded):
             batch.put_momentum(start, end, momentum)
     return found
 
@@ -164,6 +171,11 @@ def orthogonalized_by(function: Orthogonalize, x: Tensor) -> Tensor:
             f"{found.device}; return {kind}, as it gets"
         )
     return found
+
+
+def trial_of(function: Orthogonalize, batch: Batch) -> tuple[object, ...]:
+    """On what a user's function is tried before it gets matrices of ``batch``."""
+    return (function, batch.shape, batch.dtype, batch.device)
 
 
 def name_of(function: Any) -> str:

@@ -21,6 +21,7 @@ from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import DECAY, LR, OPTIONS, batch, build
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -64,6 +65,20 @@ def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, member
         for extents, placements in placements_of(world, 2 if split.spec.flattened else len(split.shape)):
             weights.shard(i, split.shape, init_device_mesh("cpu", extents), placements, split=split)
     optimizer = weights.optimizer(create_dtensor_config(costs="flops"), **MEMBERS[member])
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+
+
+@EVERY
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+@on_ranks(2)
+def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member: str, strategy: str) -> None:
+    if (member, strategy) == ("function", "sharded"):
+        return  # which is refused
+    weights, mesh = Weights(twin=paper(member, 0.02)), init_device_mesh("cpu", (world,))
+    for i, split in enumerate(SPLITS):
+        weights.shard(i, split.shape, mesh, [Shard(0)], split=split)
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"), strategy=strategy, **MEMBERS[member])
     weights.train(optimizer, STEPS)
     weights.check(optimizer)
 
@@ -179,6 +194,19 @@ def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
     assert_equal_weights(found, expected, NEAR.get(member, 1e-5))
 
 
+@on_ranks(2)
+def test_bf16_momentum_is_gathered_whole(rank: int, world: int) -> None:
+    laid = lay("fsdp2-2", build())
+    optimizer = laid.optimizer(momentum_dtype=torch.bfloat16)
+    laid.backward(0)
+    optimizer.step()
+    whole_state = get_optimizer_state_dict(laid.model, optimizer, options=checkpoints.FULL)
+    set_optimizer_state_dict(laid.model, optimizer, whole_state, options=checkpoints.FULL)
+    assert optimizer.param_groups[0]["momentum_dtype"] is torch.bfloat16
+    moments = [values["momentum_buffer"] for values in whole_state["state"].values() if "momentum_buffer" in values]
+    assert moments and all(moment.dtype == torch.bfloat16 for moment in moments)
+
+
 # -- learning rates ------------------------------------------------------------------------------------------------
 
 MULTIPLIERS = {"*.up.weight": 0.5, "blocks.0.*": 2.0, "embed.*": 3.0, "*.bias": 0.25}
@@ -267,10 +295,25 @@ def test_a_function_that_returns_something_else_changes_nothing(
     ranks(LAYOUTS[layout].world, refuses, layout, function, kind, says)
 
 
+def failing_on_one_rank(x: Tensor) -> Tensor:
+    return failing(x) if torch.distributed.get_rank() == 1 else x
+
+
+@on_ranks(2)
+def test_a_function_that_fails_on_one_of_several_ranks_changes_nothing(rank: int, world: int) -> None:
+    laid = lay("fsdp2-2", build())
+    optimizer = laid.optimizer(orthogonalize=failing_on_one_rank, strategy="replicated")
+    laid.backward(0)
+    before = full_state(laid.network)
+    with pytest.raises((ArithmeticError, RuntimeError), match="no convergence|rank 1, .* cannot take this step"):
+        optimizer.step()
+    assert_equal_weights(full_state(laid.network), before, 0.0)
+
+
 def refuses(rank: int, world: int, layout: str, function: Any, kind: type[Exception], says: str) -> None:
     """On all ranks that share matrices: those that own none of a shape hear of it."""
     laid = lay(layout, build())
-    optimizer = laid.optimizer(orthogonalize=function)
+    optimizer = laid.optimizer(orthogonalize=function, overlap_backward=True)  # which must not call it before
     laid.backward(0)
     before = full_state(laid.network)
     with pytest.raises((kind, RuntimeError), match=f"{says}|cannot take this step"):

@@ -73,6 +73,12 @@ def other_momentum(laid: Laid, optimizer: dmuon.Muon) -> None:
             group["momentum"] = 0.8 if group["momentum"] == 0.95 else 0.95
 
 
+def l2_decay(laid: Laid, optimizer: dmuon.Muon) -> None:
+    for group in optimizer.param_groups:
+        if group["use_muon"]:
+            group["weight_decay_mode"] = "l2" if group["weight_decay_mode"] == "decoupled" else "decoupled"
+
+
 def other_lr(laid: Laid, optimizer: dmuon.Muon) -> None:
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
@@ -114,7 +120,7 @@ def dropped_by_the_model(laid: Laid, optimizer: dmuon.Muon) -> None:
 STILL_RIGHT = [nothing, other_lr, another_backward, dropped, dropped_by_the_model]  # what landed last counts
 STALE = [
     clip, clip_by_value, clip_under_a_mode, scaled_under_a_mode, scaled_in_place, replaced, other_momentum,
-    edited_momentum, replaced_momentum, some_replaced_and_others_edited, loaded,
+    l2_decay, edited_momentum, replaced_momentum, some_replaced_and_others_edited, loaded,
 ]  # fmt: skip
 
 
@@ -160,7 +166,8 @@ def check_overlap(name: str, keep: bool, edit: Callable[[Laid, dmuon.Muon], None
 )
 @on_ranks(timeout=300)
 def test_newton_schulz_in_backward_changes_no_bit(rank: int, world: int, name: str, keep: bool) -> None:
-    edits = STILL_RIGHT + STALE if name == "1d" else [nothing, clip_under_a_mode, scaled_under_a_mode, another_backward]
+    few = [nothing, clip_under_a_mode, scaled_under_a_mode, another_backward, l2_decay]
+    edits = STILL_RIGHT + STALE if name == "1d" else few
     counts = [check_overlap(name, keep, edit, edit in STILL_RIGHT) for edit in edits]
     assert any(counts)
 

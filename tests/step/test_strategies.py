@@ -120,6 +120,19 @@ def test_other_dtypes_are_as_near_to_one_process_as_owners_are(
         assert (found - right).norm() <= (by_owner - right).norm() + limit * right.norm()
 
 
+@pytest.mark.parametrize("strategy", WAYS)
+@on_ranks(4)
+def test_ranks_take_part_that_hold_other_matrices_of_a_stack(rank: int, world: int, strategy: str) -> None:
+    """Where the default process group is bound to a device, so that ranks get no smaller groups."""
+    weights, mesh = Weights(), init_device_mesh("cpu", (2, 2))
+    for dim in (1, 2):
+        weights.shard(dim, (4, 6, 5), mesh, [Shard(0), Shard(dim)])
+    with mock.patch.object(layouts, "default_group_is_bound", lambda: True):
+        optimizer = optimizer_of(weights, strategy=strategy)
+        weights.train(optimizer, 2)
+    weights.check(optimizer)
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 @on_ranks(2)
 def test_the_scale_of_gradients_does_not_matter(rank: int, world: int, scale: float) -> None:

@@ -238,6 +238,9 @@ class Gradients:
             self._finish_oldest()
         for earlier in self._reductions:
             earlier.advance()
+        if self._comm.row is None and self._comm.column is None:
+            # Nothing travels, but the ranks of tensor parallelism alone must have run the blocks in one order too.
+            self._comm.monitor.note("reduce", f"gradients of block {buffer.name!r}")
         reduction = GradReduction(buffer, origins=self.origins)
         self._used |= reduction.used
         self._reductions.append(reduction)

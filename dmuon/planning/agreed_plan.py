@@ -181,19 +181,20 @@ def _solved(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: CostTable,
     ordered = tuple(sorted(matrices, key=lambda m: m.name))
     owners = [(r.index, r.node, r.speed, r.memory, None if r.pools is None else sorted(r.pools)) for r in ranks]
     question = repr((sorted(sources), ordered, owners, table, options))
-    path = user_cache_directory() / f"plan-{hashlib.sha256(question.encode()).hexdigest()}.json"
-    with suppress(ValueError):  # nothing is there, or nothing that can be read: it is written anew
-        found = Plan.from_json(read_json(path))
+    name = f"plan-{hashlib.sha256(question.encode()).hexdigest()}.json"
+    with suppress(ValueError, RuntimeError):  # nothing is there that can be read, or the user has no home
+        found = Plan.from_json(read_json(user_cache_directory() / name))
         if found.matrices == ordered:
             return found
     start = time.perf_counter()
     solution = solve_plan(matrices, ranks, table, options)
     if time.perf_counter() - start > _LONG_S and "failed" not in solution.reason:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(solution.to_json()))
-        except OSError as error:
-            _log.debug("%s cannot be written (%s): the next start solves again", path, error)
+            folder = user_cache_directory()
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / name, json.dumps(solution.to_json()))
+        except (OSError, RuntimeError) as error:
+            _log.debug("the plan cannot be kept (%s): the next start solves again", error)
     return solution
 
 

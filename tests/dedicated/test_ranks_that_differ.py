@@ -182,6 +182,16 @@ def test_evaluation_past_the_root_is_told_when_a_block_runs_again(rank: int, wor
             by_order(laid.model, tokens, order)
 
 
+@pytest.mark.pitfall("P70")
+@on_ranks(2)
+def test_tensor_parallel_ranks_compare_in_which_order_a_backward_came(rank: int, world: int) -> None:
+    """Nothing of dmuon's travels there, and sums of different blocks are mixed."""
+    laid = lay("tp", build())
+    laid.model.forward = lambda tokens: by_order(laid.model, tokens, [0, 1, 2] if rank == 0 else [0, 2, 1])
+    with pytest.raises(dmuon.CollectiveError, match=r"gradients of block 'blocks\.\d'.* on rank [01] where rank [01]"):
+        laid.model(batch(0)[0]).sum().backward()
+
+
 @on_ranks(2)
 def test_one_vote_compares_an_evaluation_and_none_where_nothing_is_filled(rank: int, world: int) -> None:
     tokens = batch(0)[0]

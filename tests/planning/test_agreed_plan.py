@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -431,3 +433,12 @@ def test_a_restart_solves_nothing_again(rank: int, world: int) -> None:
     with stop:
         broken = raised_by(lambda: dedicated(rank, world, costs=costs))
     assert broken.matches(ValueError, "solved"), broken
+
+
+@on_ranks(2)
+def test_a_user_without_a_home_has_a_plan_that_is_not_kept(rank: int, world: int) -> None:
+    """As in a container that runs under any user id."""
+    nowhere = mock.patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory."))
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=""), nowhere, mock.patch.object(agreed_plan, "_LONG_S", 0.0):
+        _, plan = dedicated(rank, world, costs="flops")
+    assert set(plan.owners) == set(NAMES)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dmuon.comm import waiting
 from dmuon.comm.monitor import CollectiveError, first_line
 from dmuon.comm.process_groups import ranks_of, this_rank
 
@@ -90,6 +91,7 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
     Args:
         what: is asked for, for the message of a failure.
     """
+    wait = waiting.begin(f"the {what} of tensors", f"{group.group_name} {what}", dist.get_process_group_ranks(group))
     try:
         dist.all_reduce(tensor, op, group=group)
     except RuntimeError as fault:
@@ -98,3 +100,5 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
             f"{first_line(fault)}. All of these ranks must ask for it, for the same tensors in the same order; see the "
             "logs of the others"
         ) from fault
+    finally:
+        waiting.end(wait)

@@ -140,9 +140,10 @@ def test_an_interrupt_of_dedicate_params_ends_every_rank_with_a_named_error(wher
     assert other.seconds < SPARE + 10.0
 
 
+@pytest.mark.parametrize("alone", ["vote before step()", "norm of tensors"])
 @on_ranks(2)
-def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int) -> None:
-    """Of a step that one rank takes alone, until the other comes after all; quick waits say nothing."""
+def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alone: str) -> None:
+    """Of a step or a norm that one rank takes alone, until the other comes after all; quick waits say nothing."""
     heard: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -150,18 +151,23 @@ def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int) -> 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("_watcher", None), ("_SECONDS", 1.0), ("_POLL_SECONDS", 0.2)):
             patch.setattr(waiting, name, value)
-        model = build()
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        model, mesh = build(), init_device_mesh("cpu", (world,))
+        if alone == "norm of tensors":
+            dmuon.dedicate_params(model, mesh, costs="flops")
+        else:
+            fully_shard(model, mesh=mesh)
         optimizer = dmuon.Muon(model, **OPTIONS)
         for step in range(2):
             loss_of(model, *batch(step)).backward()
             if step == 1 and rank == 1:
                 time.sleep(4)
+            if alone == "norm of tensors":
+                model.blocks[0].mix.weight.grad.norm()
             optimizer.step()
     logging.getLogger("dmuon.comm").removeHandler(handler)
     told = [line for line in heard if "has waited for" in line]
     if rank == 0:
-        assert len(told) == 1 and "vote before step()" in told[0]
+        assert len(told) == 1 and alone in told[0]
         assert "ranks 1 do not wait for it too: let every rank come there" in told[0]
     else:
         assert not told

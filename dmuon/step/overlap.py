@@ -103,7 +103,7 @@ class EarlyUpdates:
         group = self._group_at(self._index[id(batch)])
         if group.get("weight_decay_mode") == "l2":
             return  # weights may change until the step, which nothing here would show
-        function = group["orthogonalize"]
+        function = group.get("orthogonalize")
         if function is not None and trial_of(function, batch) not in self._proven:
             return  # the step tries it: one that fails in backward would leave other ranks waiting in theirs
         momentum = self._momentum_versions(batch)

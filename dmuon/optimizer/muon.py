@@ -651,4 +651,4 @@ def _group_of(optimizer: weakref.ref[Muon], index: int) -> dict[str, Any]:
     """A group by index, since loading a state dict replaces groups; a strong reference would make a cycle."""
     alive = optimizer()
     assert alive is not None, "it holds who asks"
-    return alive.param_groups[index]
+    return {**USUAL, **alive.param_groups[index]}

@@ -101,9 +101,9 @@ class EarlyUpdates:
             return  # of a matrix that was frozen until now, the step shows the momentum
         present = [grad for grad in grads if grad is not None]
         group = self._group_at(self._index[id(batch)])
-        if group.get("weight_decay_mode") == "l2":
+        if group["weight_decay_mode"] == "l2":
             return  # weights may change until the step, which nothing here would show
-        function = group.get("orthogonalize")
+        function = group["orthogonalize"]
         if function is not None and trial_of(function, batch) not in self._proven:
             return  # the step tries it: one that fails in backward would leave other ranks waiting in theirs
         momentum = self._momentum_versions(batch)
@@ -172,4 +172,4 @@ def _version(grad: Tensor) -> tuple[int, int]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: group.get(name) for name in _OPTIONS}
+    return {name: group[name] for name in _OPTIONS}

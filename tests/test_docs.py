@@ -257,7 +257,7 @@ def strings() -> Iterator[str]:
 @pytest.mark.pitfall("P82")
 def test_quoted_messages_are_those_of_the_code() -> None:
     said = list(strings())
-    quoted = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = re.findall(r"^### `([^`]+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     assert len(quoted) > 60
     unsaid = []
     for message in quoted:

@@ -82,8 +82,8 @@ def raised_by(use: Callable[[], Any]) -> Raised:
 def documented_messages() -> list[re.Pattern[str]]:
     """What docs/troubleshooting.md quotes; ``…`` stands for what varies."""
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
-    first_cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
-    quoted = [message for cell in first_cells for message in re.findall(r"`([^`]+)`", cell) if len(message) > 8]
+    headings = [line for line in page.splitlines() if line.startswith("### `")]
+    quoted = [message for heading in headings for message in re.findall(r"`([^`]+)`", heading) if len(message) > 8]
     return [re.compile(".*".join(re.escape(part.strip()) for part in m.split("…")), re.DOTALL) for m in quoted]
 
 

@@ -76,7 +76,7 @@ def other_momentum(laid: Laid, optimizer: dmuon.Muon) -> None:
 def l2_decay(laid: Laid, optimizer: dmuon.Muon) -> None:
     for group in optimizer.param_groups:
         if group["use_muon"]:
-            group["weight_decay_mode"] = "l2" if group["weight_decay_mode"] == "decoupled" else "decoupled"
+            group["weight_decay_mode"] = "decoupled" if group.get("weight_decay_mode") == "l2" else "l2"
 
 
 def other_lr(laid: Laid, optimizer: dmuon.Muon) -> None:

@@ -69,7 +69,7 @@ from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag, refuse_unknown, told_apart
 from dmuon.platform.streams import mesh_device
-from dmuon.platform.torch_private import backend_of, local_tensor, require_supported_torch
+from dmuon.platform.torch_private import backend_of, local_tensor, outside_compile, require_supported_torch
 from dmuon.solver import SolveOptions
 
 _KEYWORDS_ELSEWHERE = told_apart(  # of X-Square's dedicate_params
@@ -242,6 +242,7 @@ def dedicate_params(
 def _watch_optimizers() -> None:
     """Warn if the first optimizer that steps owned matrices is not Muon. Later steps are not looked at."""
 
+    @outside_compile
     def look(optimizer: Any, _args: object, _kwargs: object) -> None:
         groups = [group for group in optimizer.param_groups if any(isinstance(p, OwnedTensor) for p in group["params"])]
         if not groups:

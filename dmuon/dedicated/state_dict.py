@@ -55,7 +55,11 @@ def is_dense(value: Any) -> TypeGuard[Tensor]:
 
 def describe(value: Any, param: Tensor) -> str | None:
     """What kind of value a rank has for ``param``, comparable across ranks; None if it cannot be loaded."""
-    if not is_dense(value) or value.shape != param.shape or is_of_another_rank(value):
+    if not is_dense(value) or value.shape != param.shape:
+        return None
+    # Nobody pickled what shares its mesh with the parameter; to ask each mesh would take longer than all the rest.
+    is_own = isinstance(value, DTensor) and isinstance(param, DTensor) and value.device_mesh is param.device_mesh
+    if not is_own and is_of_another_rank(value):
         return None
     if isinstance(value, OwnedTensor) and isinstance(param, OwnedTensor):
         if lies_as(value, param):

@@ -109,7 +109,6 @@ AGREES = Counter(  # on what is averaged, behind the first backward
     }
 )
 WAITS = {True: {"backward": LAST_VOTE}, False: {"step": VOTE}}
-IN_FORWARD = {"backward": LAST_VOTE + LAST_VOTE}  # of tensor-parallel ranks, on the forward before
 # Whose step reads what the device has computed of gradients in the step before.
 COPIES = (
     "cp-groups",
@@ -135,7 +134,7 @@ def assert_waits(program: Program, findings: Sequence[Findings]) -> None:
     """No action waits for more, and the last of each kind not for less."""
     table = {
         action: Counter({site: count * program.optimizers for site, count in waits.items()})
-        for action, waits in (IN_FORWARD if program.splits else WAITS[program.dedicated]).items()
+        for action, waits in WAITS[program.dedicated].items()
     }
     if program.layout in COPIES:
         table["step"] = table["step"] + LAST_VOTE

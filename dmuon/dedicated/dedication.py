@@ -448,9 +448,10 @@ class Dedicated(Residency):
         return thin.rest
 
     def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
-        matrix = self._of_rows.get(id(param)) or self._runtime.matrix_of(param)
+        rows = self._of_rows.get(id(param))
+        matrix = rows or self._runtime.matrix_of(param)
         with self._runtime.comm.monitor.watch("state_dict() of the optimizer"):  # which saves nothing after a fault
-            name = matrix.fqn if id(param) in self._of_rows else f"{matrix.fqn}.{MOMENTUM}"
+            name = matrix.fqn if rows else f"{matrix.fqn}.{MOMENTUM}"
             return state_of(local_tensor(momentum), matrix, name)
 
     def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:

@@ -25,7 +25,7 @@ _GATHERED = (
 
 def _units(params: Iterable[Tensor]) -> list[FlatUnit]:
     """What FSDP1 has made of ``params``, by whichever modules that live; in the order of the parameters."""
-    order = {id(param): number for number, param in enumerate(params) if flattened_by_fsdp1(param)}
+    order = {id(param): number for number, param in enumerate(filter(flattened_by_fsdp1, params))}
     if not order:
         return []
     modules = [module for module in gc.get_objects() if issubclass(type(module), FullyShardedDataParallel)]
@@ -45,10 +45,10 @@ def note_flat_shards(params: Iterable[Tensor]) -> None:
     Raises:
         ValueError: FSDP1 does not keep the parameters, or they are DTensors.
     """
-    tensors = list(params)
+    flattened = list(filter(flattened_by_fsdp1, params))
     known: set[int] = set()
     rows: dict[tuple[dist.ProcessGroup, dist.ProcessGroup | None], tuple[tuple[int, ...], ...]] = {}
-    for unit in _units(tensors):
+    for unit in _units(flattened):
         known |= {id(param) for param, *_ in unit.members}
         if unit.tensor_parallel:
             raise ValueError(
@@ -61,8 +61,8 @@ def note_flat_shards(params: Iterable[Tensor]) -> None:
                 if groups not in rows:
                     rows[groups] = _rows(unit)
                 remember_flat(param, FlatShard(shape, begin, unit.length, rows[groups]))
-    for tensor in tensors:
-        if flattened_by_fsdp1(tensor) and id(tensor) not in known:
+    for tensor in flattened:
+        if id(tensor) not in known:
             raise ValueError(
                 f"a parameter of shape {tuple(tensor.shape)} was flattened by FullyShardedDataParallel (FSDP1), which "
                 f"does not say of which matrices it is made: {_REMEDY}"

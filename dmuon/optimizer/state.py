@@ -223,15 +223,15 @@ class Momentum:
         rows = {(id(row.param), row.key): row for row in self._rows}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         # In one order on all ranks, for whoever gathers the result.
-        state = {i: optimizer.state[param] for i, param in enumerate(params) if param in optimizer.state}
+        held = [optimizer.state.get(param) for param in params]
+        state = {i: dict(values) for i, values in enumerate(held) if values is not None}
         for i, values in state.items():
             for key in (MOMENTUM, ROW_MOMENT):
-                value, row = values.get(key), rows.get((id(params[i]), key))
-                if value is not None:  # a copy of the optimizer that took no step yet has no residency
-                    saved = value.clone() if row is None else row.residency.saved(row.like, value)
-                    state[i] = {**state[i], key: saved}
-            if flat_of(params[i]) is not None and values:
-                state[i] = _complete(params[i], state[i])
+                if key in values:  # a copy of the optimizer that took no step yet has no residency
+                    row, value = rows.get((id(params[i]), key)), values[key]
+                    values[key] = value.clone() if row is None else row.residency.saved(row.like, value)
+            if values and flat_of(params[i]) is not None:
+                state[i] = _complete(params[i], values)
         groups = [savable(group) for group in state_dict["param_groups"]]
         return {**state_dict, "state": state, "param_groups": groups}
 

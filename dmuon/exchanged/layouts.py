@@ -312,11 +312,13 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
         if old is not None and old.matrices == tuple(matrices):
             _log.debug("ranks %s share the same matrices as before, and keep their plan", ranks)
             plans[ranks] = old
+            choices |= {m.name: last.choices[m.name] for m in matrices if last is not None and m.name in last.choices}
             continue
         with first:  # the ranks of the next domains wait for this one
-            plans[ranks] = _planned(domain, matrices, pools, options, ns)
+            per_byte = _NOMINAL_NS_PER_BYTE if options.costs == "flops" else link_ns_per_byte(domain)
+            plans[ranks] = _planned(domain, matrices, pools, options, per_byte, ns)
             if pools is None and "auto" in layouts.strategies:
-                chosen, rest = _chosen(layouts, domain, matrices, plans.pop(ranks), ns)
+                chosen, rest = _chosen(layouts, domain, matrices, plans.pop(ranks), per_byte, ns)
                 choices |= chosen
                 plans |= {} if rest is None else {ranks: rest}
             if domain.position == 0 and ranks in plans:
@@ -329,7 +331,12 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
 
 
 def _chosen(
-    layouts: Layouts, domain: Domain, matrices: Sequence[Matrix], plan: OwnerPlan, ns: NsOptions | None
+    layouts: Layouts,
+    domain: Domain,
+    matrices: Sequence[Matrix],
+    plan: OwnerPlan,
+    per_byte: float,
+    ns: NsOptions | None,
 ) -> tuple[dict[str, Choice], OwnerPlan | None]:
     """What is better not left to owners, of parameters of strategy ``"auto"``, and the plan of the rest, if any."""
     options = layouts.recipe.options
@@ -337,16 +344,18 @@ def _chosen(
     auto = {label for label, strategy in pairs if strategy == "auto"}
     of_auto = [matrix for matrix in matrices if _label_in_plan(matrix.name, auto) in auto]
     small = {m.name for m in of_auto if m.rows * m.cols <= options.small_param_numel_threshold}
-    link = Link(_NOMINAL_NS_PER_BYTE, _NOMINAL_LATENCY_NS)
+    link = Link(per_byte, _NOMINAL_LATENCY_NS)
     if options.costs != "flops":
-        said = agree(domain.group, None, (Link(link_ns_per_byte(domain), link_latency_ns(domain)), HostShare.here()))
+        said = agree(domain.group, None, (Link(per_byte, link_latency_ns(domain)), HostShare.here()))
         link, measured = said[0][0], not isinstance(options.costs, CostTable)
         if measured and domain.device.type == "cpu" and is_oversubscribed([share for _, share in said]):
             return {}, plan
     whole = {matrix.name for matrix in of_auto if matrix.name in auto}
-    return choose(
-        matrices, whole, small, plan, lambda some: _planned(domain, some, None, options, ns), link, domain.device
-    )
+
+    def replan(some: Sequence[Matrix]) -> OwnerPlan:
+        return _planned(domain, some, None, options, per_byte, ns)
+
+    return choose(matrices, whole, small, plan, replan, link, domain.device, ns or NsOptions())
 
 
 def _label_in_plan(name: str, labels: Collection[str]) -> str:
@@ -387,6 +396,7 @@ def _planned(
     matrices: Sequence[Matrix],
     pools: list[frozenset[str]] | None,
     options: LayoutOptions,
+    per_byte: float,
     ns: NsOptions | None,
 ) -> OwnerPlan:
     said: list[tuple[str, Speeds]] = agree(domain.group, None, (gethostname(), options.ranks))
@@ -396,7 +406,6 @@ def _planned(
             f"rank {other} was given ranks={said[position_in(domain.ranks, other)][1]!r}, and rank {domain.ranks[0]} "
             f"ranks={said[0][1]!r}; give all of them the same"
         )
-    per_byte = _NOMINAL_NS_PER_BYTE if options.costs == "flops" else link_ns_per_byte(domain)
     return make_plan(
         matrices,
         domain.group,

@@ -53,6 +53,7 @@ def choose(
     replan: Callable[[Sequence[Matrix]], OwnerPlan],
     link: Link,
     device: torch.device,
+    ns: NsOptions,
 ) -> tuple[dict[str, Choice], OwnerPlan | None]:
     """By name, what is chosen for matrices that have not just owners, and the plan for the others, if there are any.
 
@@ -63,6 +64,7 @@ def choose(
         small: names of those that may be replicated.
         plan: of all matrices.
         replan: plans some of them.
+        ns: the Newton–Schulz run that costs are of.
     """
     assert plan.costs is not None, "a plan that was made now"
     exchange = 2 * link.latency_ns
@@ -72,7 +74,7 @@ def choose(
     by_size = sorted((m for m in matrices if m.name in candidates), key=lambda m: (-m.rows * m.cols, m.name))
     for matrix in by_size[:_MOST_TRIED]:
         alone = plan.costs.cost(matrix.shape, 1) - link.ns_per_byte * matrix.nbytes
-        together = sharded_ns(matrix.shape, alone, plan.world, link, device)
+        together = sharded_ns(matrix.shape, alone, plan.world, link, device, ns)
         fewer = [other for other in rest if other is not matrix]
         total = together + sum(chosen.values())
         if total >= best[0]:
@@ -93,13 +95,14 @@ def choose(
     return {name: Choice("sharded", ns, (best[0], by_owners)) for name, ns in chosen.items()}, best[1]
 
 
-def sharded_ns(shape: Shape, alone_ns: float, world: int, link: Link, device: torch.device) -> float:
+def sharded_ns(
+    shape: Shape, alone_ns: float, world: int, link: Link, device: torch.device, options: NsOptions
+) -> float:
     """What a matrix takes that all ranks orthogonalize together.
 
     Args:
         alone_ns: what Newton–Schulz takes of it on one rank.
     """
-    options = NsOptions()
     storage = storage_dtype(torch.float32, device, options.dtype)
     sequence = coefficient_sequence(options.coefficients, options.steps)
     restarts = sliced_variant(shape, 1, world, sequence, storage, device).restarts

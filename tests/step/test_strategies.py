@@ -255,6 +255,26 @@ def test_auto_gives_a_matrix_what_is_predicted_to_be_shorter(
     weights.check(optimizer)
 
 
+@on_ranks(2)
+def test_what_auto_chose_stays_when_a_parameter_is_added(rank: int, world: int) -> None:
+    """Parameters are laid out anew then, and those that share the same matrices as before are not planned anew."""
+    mesh = init_device_mesh("cpu", (world,))
+    weights = Weights()
+    params = [weights.shard(i, (8, 8), mesh, [Shard(0)]) for i in range(6)]
+    alone = nn.Parameter(torch.ones(4, 4))  # of this rank
+    config = create_dtensor_config(costs=costs_of(10**8, 10**4))
+    with (
+        mock.patch.object(layouts, "link_ns_per_byte", lambda _: 2.0**-5),
+        mock.patch.object(layouts, "link_latency_ns", lambda _: 1e7),
+    ):
+        optimizer = weights.optimizer(config, params, strategy="auto")
+        weights.train(optimizer, 1)
+        optimizer.add_param_group({"params": [alone], "use_muon": True})
+        weights.train(optimizer, 1)
+    assert Counter(one.strategy for one in optimizer.exchanged()) == {"replicated": 6}
+    weights.check(optimizer)
+
+
 def test_auto_on_a_model_with_stacks_is_as_one_process(ranks: RankPool) -> None:
     ranks(2, automatic)
 

@@ -327,7 +327,7 @@ def iterate(
 
 
 def _add_up(gram: Tensor, arithmetic: Arithmetic, total: Total) -> None:
-    """The sum over all slices, in place, rounded once."""
+    """The sum over all slices of what ``storage`` holds of each, in place; added up in fp32 or wider, then rounded."""
     wide = gram if gram.dtype in (torch.float32, torch.float64) else gram.float()
     total(wide)
     if wide is not gram:

@@ -147,9 +147,8 @@ class AllToAll:
                 if here in parts:
                     parts[here].cut = _cut_between(route.senders[here], pieces[here], route)
                 is_one = list(pieces.values()) == [want]
-                along = split_dim(want.shape, tuple(places.values()))
-                if route.layout.flat:  # concatenated as one row
-                    along = 1
+                # A flat layout is concatenated as one row.
+                along = 1 if route.layout.flat else split_dim(want.shape, tuple(places.values()))
                 wanted[i] = _Wanted((route.count, *want.shape), parts, is_one, along)
         run: _Part | None = None  # neighbours of one stack, perhaps of several senders
         follows: tuple[int, int] | None = None  # of which stack, and where in it, the next one would join the run

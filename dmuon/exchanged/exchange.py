@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -52,7 +51,7 @@ def exchange_for(
     device: torch.device,
     last: Exchange | None,
     ns: NsOptions,
-    strategies: Mapping[int, Strategy | Literal["auto"]] = MappingProxyType({}),
+    strategies: Mapping[int, Strategy | Literal["auto"]],
 ) -> Exchange | None:
     """How an optimizer exchanges ``params``; None if every parameter is local to one rank. Collective.
 

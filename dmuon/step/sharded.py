@@ -3,8 +3,9 @@
 Pieces travel by one all-to-all to slices along the long side, ``(m, n / g)`` with ``m <= n``, and back by another, to
 all copies. Where pieces are such slices, as those of tensor parallelism over the long side, and where ranks have
 copies, nothing travels before. The Gram matrix ``XXᵀ`` is the sum of those of the slices: one all-reduce of ``m²``
-elements a restart block, in fp32 where storage is half, and rounded once. What is ``m × m`` every rank computes for
-itself, and ``QX`` is of its slice. Norms are joined before, for all rounds of a step together.
+elements a restart block, in fp32 or wider; where storage is half, each rank's part is rounded to it before, and the sum
+after. What is ``m × m`` every rank computes for itself, and ``QX`` is of its slice. Norms are joined before, for all
+rounds of a step together.
 
 Communication, of ``g`` ranks: each gets ``mn / g`` elements before and after, and sums ``m²`` in each of the restart
 blocks: two with all presets in fp32 and fp16, or all five steps where slices are thinner than ``1.5 m``, and in bf16.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from socket import gethostname
 from typing import Any, TypeVar
@@ -80,7 +81,7 @@ _KEYWORDS_ELSEWHERE = told_apart(  # of X-Square's dedicate_params
     ("assignment_group_key_fn max_owners_per_group", "nothing: costs decide who owns what"),
 )
 
-_watching: list[RemovableHandle] = []  # of a hook on the steps of all optimizers, until one has owned matrices
+_watched: set[str] = set()  # "step", until an optimizer that has owned matrices steps
 _log = logger(__name__)
 
 
@@ -232,6 +233,7 @@ def dedicate_params(
         with _all_or_nothing(inspected.routes):
             _own(inspected, result, context, initialize, ns_options, keep=not reshard_after_forward)
         _watch_optimizers()
+        _watched.add("step")
         _tell(inspected.routes, result, context, "are freed" if reshard_after_forward else "stay")
     except BaseException:
         forget_groups()  # on all ranks: one of them may have been interrupted while something was under way
@@ -239,25 +241,32 @@ def dedicate_params(
     return result
 
 
-def _watch_optimizers() -> None:
-    """Warn if the first optimizer that steps owned matrices is not Muon. Later steps are not looked at."""
+@cache
+def _watch_optimizers() -> RemovableHandle:
+    """Warn if the first optimizer that steps owned matrices is not Muon. Later steps are not looked at.
 
-    @outside_compile
-    def look(optimizer: Any, _args: object, _kwargs: object) -> None:
-        groups = [group for group in optimizer.param_groups if any(isinstance(p, OwnedTensor) for p in group["params"])]
-        if not groups:
-            return
-        while _watching:
-            _watching.pop().remove()
-        if this_rank() == 0 and not all("use_muon" in group for group in groups):
-            _log.warning(
-                "%s trains matrices that were dedicated for Muon, so that none of them gets Muon's update: build "
-                "dmuon.Muon(model), or leave dedicate_params out",
-                type(optimizer).__name__,
-            )
+    The hook stays: one that removed itself would break off torch's loop over the hooks of all.
+    """
+    return register_optimizer_step_pre_hook(_look_at)
 
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(look))
+
+def _look_at(optimizer: Any, _args: object, _kwargs: object) -> None:
+    if _watched:
+        _look_into(optimizer)
+
+
+@outside_compile
+def _look_into(optimizer: Any) -> None:
+    groups = [group for group in optimizer.param_groups if any(isinstance(p, OwnedTensor) for p in group["params"])]
+    if not groups:
+        return
+    _watched.clear()
+    if this_rank() == 0 and not all("use_muon" in group for group in groups):
+        _log.warning(
+            "%s trains matrices that were dedicated for Muon, so that none of them gets Muon's update: build "
+            "dmuon.Muon(model), or leave dedicate_params out",
+            type(optimizer).__name__,
+        )
 
 
 def _tell(routes: Sequence[Route], plan: OwnerPlan, comm: Comm, weights: str) -> None:

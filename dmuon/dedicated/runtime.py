@@ -24,6 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from dmuon.comm.agreement import require_no_fault
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
 from dmuon.dedicated.block import (
@@ -200,7 +201,12 @@ class Runtime:
         Raises:
             ValueError, RuntimeError: on every rank, if some rank cannot.
         """
-        self.at_rest("a write to to_local()")
+        fault: Exception | None = None
+        try:
+            self.at_rest("a write to to_local()")
+        except RuntimeError as error:
+            fault = error
+        require_no_fault(self.comm.control, fault, self.comm.device)
         matrix = self._by_name[param.fqn]  # ``param`` may be an alias
         state = state_of(matrix.master, matrix, matrix.fqn)
         state.write_even(shard)

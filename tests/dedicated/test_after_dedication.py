@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dmuon
 
@@ -237,6 +238,8 @@ def foreign_steps(rank: int, world: int) -> list[str]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dmuon").addHandler(handler)
+    steps: list[object] = []
+    register_optimizer_step_pre_hook(lambda *_: steps.append(0))  # another's, which must be called too
     for build_optimizer in (lambda m: dmuon.Muon(m, **OPTIONS), lambda m: torch.optim.AdamW(m.parameters())):
         model = dedicated()
         apart = nn.Linear(2, 2)
@@ -246,6 +249,7 @@ def foreign_steps(rank: int, world: int) -> list[str]:
             loss_of(model, *batch(step)).backward()
             optimizer.step()
     logging.getLogger("dmuon").removeHandler(handler)
+    assert len(steps) == 8
     return heard
 
 

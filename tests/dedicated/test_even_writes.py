@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.assertions import assert_equal_weights
 from harness.dedicated_toy import dedicated
+from harness.network import full_state
 from harness.on_ranks import on_ranks
+from harness.toy import batch
 from torch import Tensor
 
 import dmuon
@@ -46,3 +49,24 @@ def test_an_even_shard_of_another_shape_is_refused_on_all_ranks(rank: int, world
     param.to_local().copy_(shard)
     with dmuon.summon_full_params(model, writeback=False):
         assert not dict(model.named_parameters())[name].any()
+
+
+@on_ranks(2)
+def test_a_write_that_one_rank_cannot_make_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    """Weights that are kept are not gathered for a second forward, so that one rank can be inside one alone."""
+    model = dedicated(reshard_after_forward=False)
+    name, param = next(iter(owned(model).items()))
+    shard = torch.zeros(param.shape).chunk(world)[rank]
+    x, _ = batch(0)
+    with torch.no_grad():
+        model(x)
+
+    def write(*_: object) -> None:
+        param.to_local().copy_(shard)
+
+    before = full_state(model)
+    hook = model.get_submodule(name.rpartition(".")[0]).register_forward_hook(write)
+    with torch.no_grad(), pytest.raises((RuntimeError, ValueError), match=r"a write to to_local\(\) while block"):
+        model(x) if rank else write()
+    hook.remove()
+    assert_equal_weights(full_state(model), before)

@@ -47,7 +47,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
         optimizer: a ``dmuon.Muon``, whose groups are then the routes; adds what it exchanges, what costs more than it
             should, and counters of its last step on this rank.
         max_rows: a table with more rows tells those as one that differ in the numbers in their names only; their times
-            and bytes are sums. None shows every matrix.
+            are sums. None shows every matrix.
 
     Raises:
         ValueError: without an optimizer, Muon would refuse the model; ``max_rows`` is no positive integer.

@@ -67,9 +67,11 @@ class DedicatedAccelerator(Accelerator):  # type: ignore[misc]
             for optimizer, model in ((optimizer, self._model_of(optimizer)) for optimizer in own)
         ]
         try:
-            return super().save_state(*args, **kwargs)
+            saved = super().save_state(*args, **kwargs)
         finally:
             self._optimizers = own
+        self.wait_for_everyone()  # rank 0 writes alone, and any rank may load next
+        return saved
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         own = self._optimizers

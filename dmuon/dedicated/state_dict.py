@@ -12,17 +12,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dmuon.comm.agreement import Difference, differences
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.owned_state import OwnedState, in_parts, lies_as, own_part, state_of, warn_of_parts
+from dmuon.dedicated.owned_state import OwnedState, lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.topology import GlobalRank, listed
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.log import logger
-from dmuon.platform.torch_private import DTensorSpec, local_tensor
 
 _log = logger(__name__)
 _Matrices = dict[str, OwnedMatrix]  # of one module, by attribute
@@ -48,8 +46,6 @@ def hook_state_dicts(roots: Sequence[nn.Module], runtime: Runtime) -> None:
     for module, matrices in by_module.items():
         module.register_state_dict_post_hook(partial(saving.convert, matrices))
         module.register_load_state_dict_pre_hook(partial(loading.convert, matrices))
-    for root in roots:
-        root.register_state_dict_post_hook(partial(saving.end))  # torch writes on what it is given
 
 
 def is_dense(value: Any) -> TypeGuard[Tensor]:
@@ -107,10 +103,6 @@ class _Saving:
             self.runtime.at_rest("state_dict()", summoned=True)
         for name, matrix in resting.items():
             state_dict[prefix + name] = state_of(matrix.master, matrix, matrix.fqn)
-
-    def end(self, _model: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """What FSDP2 shards beside owned matrices is no more the whole than they are."""
-        mark_shards(state_dict, prefix)
 
 
 class _Loading:
@@ -274,69 +266,7 @@ def _unfit(rank: GlobalRank, matrix: OwnedMatrix) -> str:
     )
 
 
-# -- what FSDP2 shards beside owned matrices ---------------------------------------------------------------------------
-
-_COPIES = ("alias", "clone", "detach", "_to_copy")  # and what `.cpu()` and the like call
-
-
-class StateShard(DTensor):
-    """An ordinary even DTensor that refuses to be written to one file. What is pickled is an ordinary DTensor.
-
-    Attributes:
-        fqn: name of the parameter.
-    """
-
-    fqn: str
-
-    @classmethod
-    def of(cls, local: Tensor, spec: DTensorSpec, fqn: str) -> StateShard:
-        """Around ``local``, whose memory it shares, which lies as ``spec`` says."""
-        shard = cls(local, spec, requires_grad=False)
-        shard.fqn = fqn
-        return shard
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        flat, spec = tree_flatten((list(args), kwargs or {}))
-        twins: dict[int, StateShard] = {}
-        plain = []
-        fqn = ""
-        for leaf in flat:
-            if isinstance(leaf, StateShard):
-                twin = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
-                twins[id(twin)], fqn = leaf, leaf.fqn
-                leaf = twin
-            plain.append(leaf)
-        plain_args, plain_kwargs = tree_unflatten(plain, spec)
-        out = func(*plain_args, **plain_kwargs)
-        if not isinstance(out, DTensor):
-            return out
-        if id(out) in twins:
-            return twins[id(out)]
-        return cls.of(local_tensor(out), out._spec, fqn) if func.overloadpacket.__name__ in _COPIES else out
-
-    def storage(self) -> Any:
-        raise in_parts(self.fqn)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = twin = self.clone()
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        warn_of_parts()
-        return DTensor(local_tensor(self), self._spec, requires_grad=False).__reduce_ex__(protocol)
-
-
 def is_of_another_rank(value: Tensor) -> bool:
     """Whether a DTensor was pickled by another rank: it keeps where that lies in the mesh."""
     at = value.device_mesh.get_coordinate() if isinstance(value, DTensor) else None
     return at is not None and isinstance(value, DTensor) and int(value.device_mesh.mesh[tuple(at)]) != dist.get_rank()
-
-
-def mark_shards(state_dict: dict[str, Any], prefix: str) -> None:
-    """Make a :class:`StateShard` of every DTensor below ``prefix`` that is no parameter itself."""
-    for key, value in state_dict.items():
-        if key.startswith(prefix) and type(value) is DTensor and not isinstance(value, nn.Parameter):
-            state_dict[key] = StateShard.of(local_tensor(value), value._spec, key[len(prefix) :])

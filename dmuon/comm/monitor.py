@@ -11,9 +11,8 @@ import weakref
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import NoReturn
@@ -33,7 +32,6 @@ OPTION, LANE = "option ", "lane "  # what begins the names of what a monitor has
 DIGEST_BITS = 0x7FFFFFFF  # of a digest, which travels as int32, and so does its negative
 LATE = "A rank was killed, raised elsewhere, or is late: see the logs of the others"
 _EXIT_SECONDS = 2.0
-_LEAVE_SECONDS = 0.5  # for what was published last by a model that nobody uses any more
 _REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
 _OPTIONS_REMEDY = (
     "give every rank's optimizer the same options (a scheduler that goes by a rank's own loss does not), and freeze "
@@ -76,14 +74,11 @@ class FirstError:
 
 def run_all(actions: Iterable[Callable[[], object]]) -> None:
     """Call every one of them, whatever the others raise; then raise the first exception."""
-    first: Exception | None = None
+    first = FirstError()
     for action in actions:
-        try:
+        with first:
             action()
-        except Exception as error:  # of whatever kind a back end raises
-            first = first or error
-    if first is not None:
-        raise first
+    first.throw()
 
 
 def first_line(error: Exception) -> str:
@@ -101,7 +96,9 @@ def first_line(error: Exception) -> str:
 
 # By the default group, and by what a group is for. Another default group, perhaps on another store, has none yet.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-_left: list[dist.Work] = []
+# What was started and not waited for yet, with the tensors that it reads and writes, whoever drops its Pending. Of the
+# CPU alone: an accelerator's back end keeps what its collectives use by itself.
+_under_way: set[dist.Work] = set()
 
 
 def groups_made() -> dict[Hashable, dist.ProcessGroup]:
@@ -116,26 +113,23 @@ def forget_groups() -> None:
         groups_made().clear()
 
 
-def leave(works: Iterable[dist.Work], *, patience: float) -> None:
-    """Keep collectives that nobody will wait for, until they end.
+def settle_at_exit() -> None:
+    """Give collectives that nobody has waited for a moment to end; those that do not are never freed.
 
-    Args:
-        patience: seconds in which they should; what lasts longer, and what it uses, is kept until others are left.
+    Such is what was sent ahead for a forward that never came. [Note: who keeps a tensor alive] does not end here: a
+    thread of a back end that drops the last reference to a tensor needs the interpreter for it, and aborts the process
+    if that has ended.
     """
-    works = list(works)
-    deadline = time.monotonic() + patience
-    while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while _forget_ended() and time.monotonic() < deadline:
         time.sleep(0.001)
-    _left[:] = [work for work in [*_left, *works] if not work.is_completed()]
+    keep_for_ever(_under_way)
 
 
-def keep_left() -> None:
-    """At exit: what is under way is never freed.
-
-    [Note: who keeps a tensor alive] does not end here: a thread of a back end that drops the last reference to a tensor
-    needs the interpreter for it, and aborts the process if that has ended.
-    """
-    keep_for_ever(_left)
+def _forget_ended() -> bool:
+    """Let go of collectives that have ended without anybody's waiting; tells whether any are left."""
+    _under_way.difference_update([work for work in _under_way if work.is_completed()])
+    return bool(_under_way)
 
 
 # -- collectives under way -------------------------------------------------------------------------------------------
@@ -148,21 +142,6 @@ class Pending:
     _monitor: Monitor
     _what: str
     _works: list[dist.Work]
-
-    def __del__(self) -> None:
-        if self._works:
-            self._monitor.leave(self._works)
-
-    def wait_at_exit(self) -> None:
-        """Wait a moment, whatever comes of it.
-
-        A back end's thread that frees tensors of its last collectives while the interpreter ends aborts the process.
-        """
-        works, self._works = self._works, []  # when this object goes, modules may be gone before it
-        for work in works:
-            with suppress(Exception):
-                work.wait(timedelta(seconds=_EXIT_SECONDS))
-        leave(works, patience=0.0)
 
     def wait_on_host(self) -> None:
         """Wait until they have ended; :meth:`wait` is still due on the stream that uses the result."""
@@ -186,9 +165,9 @@ class Pending:
             except Exception as error:  # of whatever kind a back end raises
                 fault = fault or error
         waiting.end(wait)
-        if fault is not None:
-            self._monitor.leave(works)  # those that go on
+        if fault is not None:  # some may go on
             self._monitor.fail(self._what, fault)
+        _under_way.difference_update(works)
 
 
 @dataclass(slots=True)
@@ -241,6 +220,8 @@ class Monitor:
         self._ranks = dist.get_process_group_ranks(group)
         self.device = device
         self._asynchronous = asynchronous
+        self._keeps = streams_of(device) is None
+        _forget_ended()  # of models that are gone
         self._journal = _journals.setdefault(group, _Journal())
         self._number = self._journal.monitors
         self._journal.monitors += 1
@@ -277,15 +258,12 @@ class Monitor:
         for work in launched if isinstance(launched, list) else (launched,):
             assert work is not None, "an asynchronous collective returns its work"
             works.append(work)
+        if self._keeps:
+            _under_way.update(works)
         pending = Pending(self, what, works)
         if not self._asynchronous:
             pending.wait_on_host()
         return pending
-
-    def leave(self, works: list[dist.Work]) -> None:
-        """Nobody will wait for these. An accelerator's back end keeps what they use by itself."""
-        if streams_of(self.device) is None:
-            leave(works, patience=_LEAVE_SECONDS if self._journal.broken is None else 0.0)
 
     def synchronize(self) -> None:
         """The host waits for the current stream of the device, if it has streams."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dmuon.comm.monitor import LATE, CollectiveError, first_line, forget_groups, groups_made, keep_left
+from dmuon.comm.monitor import LATE, CollectiveError, first_line, forget_groups, groups_made, settle_at_exit
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.host import keep_what_was_raised, let_threads_rest
 from dmuon.platform.log import logger
@@ -199,7 +199,7 @@ def _prepare_exit() -> None:
     """Once, however many groups there are."""
     atexit.register(let_threads_rest)
     atexit.register(keep_what_was_raised)
-    atexit.register(keep_left)
+    atexit.register(settle_at_exit)
 
 
 # Of dmuon's own groups, the device of the model: torch sends objects by the current one, on which another rank may be.

@@ -17,7 +17,7 @@ from dmuon.layout.buffer import Transport
 from dmuon.layout.topology import Coordinate, Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
-from dmuon.platform.torch_private import backend_of, default_group_is_bound
+from dmuon.platform.torch_private import default_group_is_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,6 @@ class Lanes:
 
     weights: Line
     gradients: Line
-
-    @property
-    def votes(self) -> dist.ProcessGroup:
-        """Over the whole line, for passes in which no gradients travel."""
-        return self.gradients.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +141,6 @@ class Comm:
         """Number of data-parallel ranks."""
         return len(self.ranks)
 
-    @property
-    def backend(self) -> str:
-        """Name of the back end that moves tensors of this device."""
-        return backend_of(self.group, self.device)
-
     def average_group(self) -> dist.ProcessGroup:
         """:attr:`averages`, made now if it is not there. Collective then; ask once.
 
@@ -169,10 +159,6 @@ class Comm:
                 raise RuntimeError(str(fault.__cause__ or fault)) from fault
             connect(group, self.device)
         return group
-
-    def coordinate(self, owner: Position) -> Coordinate:
-        """Of a position among the data-parallel ranks."""
-        return self.topology.of(self.ranks[owner])
 
 
 def make_comm(

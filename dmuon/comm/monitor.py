@@ -1,4 +1,4 @@
-"""What this rank communicates: named when it fails, and compared between ranks before it can do harm.
+"""What this rank communicates: named when it fails or waits long, and compared between ranks before it can do harm.
 
 Also what it communicates along a line of ranks: parts of one region that they gather from each other, or reduce to each
 other.
@@ -6,12 +6,13 @@ other.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -21,22 +22,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm import waiting
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import Spans, Transport
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.platform.host import keep_for_ever
-from dmuon.platform.torch_private import all_gather_single, in_one_launch, reduce_scatter_single
+from dmuon.platform.log import logger
+from dmuon.platform.torch_private import all_gather_single, default_store, in_one_launch, reduce_scatter_single
 
 OPTION, LANE = "option ", "lane "  # what begins the names of what a monitor has noted
 DIGEST_BITS = 0x7FFFFFFF  # of a digest, which travels as int32, and so does its negative
 LATE = "A rank was killed, raised elsewhere, or is late: see the logs of the others"
 _EXIT_SECONDS = 2.0
+_LEAVE_SECONDS = 0.5
+_SECONDS = 30.0  # of waiting, before it is told
+_POLL_SECONDS = 5.0
 _REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
 _OPTIONS_REMEDY = (
     "give every rank's optimizer the same options (a scheduler that goes by a rank's own loss does not), and freeze "
     "the same parameters"
 )
+_log = logger(__name__)
 
 
 class CollectiveError(RuntimeError):
@@ -120,16 +125,84 @@ def settle_at_exit() -> None:
     thread of a back end that drops the last reference to a tensor needs the interpreter for it, and aborts the process
     if that has ended.
     """
-    deadline = time.monotonic() + _EXIT_SECONDS
-    while _forget_ended() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    _settle(_EXIT_SECONDS)
     keep_for_ever(_under_way)
 
 
-def _forget_ended() -> bool:
-    """Let go of collectives that have ended without anybody's waiting; tells whether any are left."""
-    _under_way.difference_update([work for work in _under_way if work.is_completed()])
-    return bool(_under_way)
+def _settle(seconds: float) -> None:
+    """Let go of collectives that have ended without anybody's waiting, or do so before ``seconds`` have passed."""
+    deadline = time.monotonic() + seconds
+    while True:
+        _under_way.difference_update([work for work in _under_way if work.is_completed()])
+        if not _under_way or time.monotonic() > deadline:
+            return
+        time.sleep(0.001)
+
+
+# -- who has not come ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """One collective for which the host waits.
+
+    Attributes:
+        key: of the store, the same on all ranks that wait for this.
+        ranks: that take part, or some of them do.
+    """
+
+    what: str
+    key: str
+    ranks: Sequence[int]
+    began: float = field(default_factory=time.monotonic)
+    told: bool = False
+
+
+_waits: set[Wait] = set()
+_watcher: threading.Thread | None = None
+
+
+def begin_wait(what: str, key: str, ranks: Sequence[int]) -> Wait:
+    """Note that this rank waits. A thread looks at what was noted every few seconds; a step pays for the note alone."""
+    global _watcher
+    wait = Wait(what, key, ranks)
+    _waits.add(wait)
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = threading.Thread(target=_watch, name="dmuon-waits", daemon=True)
+        _watcher.start()
+    return wait
+
+
+def end_wait(wait: Wait) -> None:
+    _waits.discard(wait)
+
+
+def _watch() -> None:
+    marked: set[Wait] = set()
+    while True:
+        time.sleep(_POLL_SECONDS)
+        with suppress(Exception):  # of a store whose host is gone, or of a default group that is
+            for over in marked - _waits:
+                marked.discard(over)
+                default_store().delete_key(f"{over.key} {dist.get_rank()}")
+            for wait in _waits.copy():
+                waited = time.monotonic() - wait.began
+                if waited >= _POLL_SECONDS and wait not in marked:
+                    marked.add(wait)
+                    default_store().set(f"{wait.key} {dist.get_rank()}", "")
+                if waited >= _SECONDS and not wait.told:
+                    wait.told = True
+                    _tell(wait, waited)
+
+
+def _tell(wait: Wait, seconds: float) -> None:
+    """By the first of the ranks that wait."""
+    there = [rank for rank in wait.ranks if default_store().check([f"{wait.key} {rank}"])]
+    if there and there[0] == dist.get_rank():
+        missing = [rank for rank in wait.ranks if rank not in there]
+        named = " ".join(map(str, missing[:16])) + (" …" if missing[16:] else "")
+        whom = f"ranks {named} do not wait for it too: let every rank come there" if missing else "all ranks have come"
+        _log.warning("%s has waited for %.0f s, and %s", wait.what, seconds, whom)
 
 
 # -- collectives under way -------------------------------------------------------------------------------------------
@@ -164,7 +237,7 @@ class Pending:
                 work.wait()
             except Exception as error:  # of whatever kind a back end raises
                 fault = fault or error
-        waiting.end(wait)
+        end_wait(wait)
         if fault is not None:  # some may go on
             self._monitor.fail(self._what, fault)
         _under_way.difference_update(works)
@@ -221,7 +294,8 @@ class Monitor:
         self.device = device
         self._asynchronous = asynchronous
         self._keeps = streams_of(device) is None
-        _forget_ended()  # of models that are gone
+        # What a model that is gone has sent ahead goes with it.
+        weakref.finalize(self, _settle, _LEAVE_SECONDS).atexit = False
         self._journal = _journals.setdefault(group, _Journal())
         self._number = self._journal.monitors
         self._journal.monitors += 1
@@ -284,11 +358,11 @@ class Monitor:
         except RuntimeError as error:
             self.fail(what, error)
         finally:
-            waiting.end(wait)
+            end_wait(wait)
 
-    def note_wait(self, what: str) -> waiting.Wait:
+    def note_wait(self, what: str) -> Wait:
         """Note that the host waits for a collective, so that the log can say who has not come."""
-        return waiting.begin(what, f"{self.name} {self.step} {what}", self._ranks)
+        return begin_wait(what, f"{self.name} {self.step} {what}", self._ranks)
 
     def note(self, lane: str, what: str) -> None:
         """Remember what all ranks do in one order, whether or not it communicates."""

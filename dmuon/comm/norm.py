@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm import waiting
-from dmuon.comm.monitor import CollectiveError, first_line
-from dmuon.comm.process_groups import ranks_of, this_rank
+from dmuon.comm.monitor import begin_wait, end_wait
+from dmuon.comm.process_groups import named, ranks_of
 
-Order = float | Literal["max", "sum"]  # of a norm; or how terms that are no norm's are joined
+Order = float | Literal["max"]  # of a norm; or how terms that are no norm's are joined
 
 _LARGEST = torch.iinfo(torch.int64).max
 _SIGN = torch.iinfo(torch.int64).min
@@ -51,10 +50,8 @@ def join_terms(terms: Tensor, order: float) -> Tensor:
     return terms.ne(0).double().sum() if order == 0 else terms.sum()
 
 
-def norms_of(terms: Tensor, order: Order) -> Tensor:
+def norms_of(terms: Tensor, order: float) -> Tensor:
     """The norms that belong to terms of whole tensors."""
-    if isinstance(order, str):
-        return terms
     return terms.pow(1.0 / order) if order != 0 and math.isfinite(order) else terms
 
 
@@ -63,7 +60,7 @@ def reduce_terms(terms: Tensor, order: Order, group: dist.ProcessGroup) -> None:
     if order == "max":
         _largest(terms, group)
         return
-    if isinstance(order, str) or math.isfinite(order):
+    if math.isfinite(order):
         all_reduce(terms, dist.ReduceOp.SUM, group, "norm")
         return
     # MAX and MIN of floats may drop NaN, as gloo's do. The bits of positive floats, as integers, have the same order,
@@ -91,14 +88,10 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
     Args:
         what: is asked for, for the message of a failure.
     """
-    wait = waiting.begin(f"the {what} of tensors", f"{group.group_name} {what}", dist.get_process_group_ranks(group))
+    ranks = ranks_of(group)
+    wait = begin_wait(f"the {what} of tensors", f"{group.group_name} {what}", ranks)
     try:
-        dist.all_reduce(tensor, op, group=group)
-    except RuntimeError as fault:
-        raise CollectiveError(
-            f"rank {this_rank()}: the {what} of tensors that ranks {list(ranks_of(group))} hold together failed: "
-            f"{first_line(fault)}. All of these ranks must ask for it, for the same tensors in the same order; see the "
-            "logs of the others"
-        ) from fault
+        with named(f"the {what} of tensors that ranks {list(ranks)} hold together"):
+            dist.all_reduce(tensor, op, group=group)
     finally:
-        waiting.end(wait)
+        end_wait(wait)

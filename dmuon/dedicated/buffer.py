@@ -30,7 +30,7 @@ from dmuon.kernels import streams_of
 from dmuon.layout.buffer import make_layout
 from dmuon.platform.log import logger
 from dmuon.platform.streams import Origin
-from dmuon.platform.torch_private import count_holders, local_tensor
+from dmuon.platform.torch_private import backend_of, count_holders, local_tensor
 
 _log = logger(__name__)
 
@@ -117,7 +117,7 @@ class OwnedBuffer:
             comm.topology.replicas,
             comm.topology.shards,
             wanted=comm.options.transport,
-            backend=comm.backend,
+            backend=backend_of(comm.group, comm.device),
             resident=self.keep,
             align=max(1, _ALIGN_BYTES // comm_dtype.itemsize),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,18 +13,20 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import Difference, differences
+from dmuon.comm.agreement import differences
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_state import OwnedState, lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime
-from dmuon.layout.topology import GlobalRank, listed
+from dmuon.layout.topology import listed
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.log import logger
 
 _log = logger(__name__)
 _Matrices = dict[str, OwnedMatrix]  # of one module, by attribute
-_ABSENT, _UNFIT = "absent", "unfit"  # kinds of values, beside those of describe()
+# Kinds of values, beside those of describe().
+_ABSENT = "missing"
+_UNFIT = "not a dense tensor of its shape, or the rows of another rank, which alone wrote them to a file"
 _NEEDED, _TOO_MANY = "needed: ", "too many: "  # how names begin of what ranks compare
 
 
@@ -48,14 +50,9 @@ def hook_state_dicts(roots: Sequence[nn.Module], runtime: Runtime) -> None:
         module.register_load_state_dict_pre_hook(partial(loading.convert, matrices))
 
 
-def is_dense(value: Any) -> TypeGuard[Tensor]:
-    """Whether it is a tensor of which every element has its place; of sparse ones some have none."""
-    return isinstance(value, Tensor) and value.layout is torch.strided
-
-
 def describe(value: Any, param: Tensor) -> str | None:
     """What kind of value a rank has for ``param``, comparable across ranks; None if it cannot be loaded."""
-    if not is_dense(value) or value.shape != param.shape:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.shape != param.shape:
         return None
     # Nobody pickled what shares its mesh with the parameter; to ask each mesh would take longer than all the rest.
     is_own = isinstance(value, DTensor) and isinstance(param, DTensor) and value.device_mesh is param.device_mesh
@@ -156,7 +153,7 @@ class _Loading:
                 continue
             value = state_dict[key]
             if describe(value, matrix.rest) is None:
-                errors.append(f"{key}: {_unfit(self.runtime.comm.topology.ranks[0], matrix)}")
+                errors.append(f"{key} is {_UNFIT}; the model has shape {tuple(matrix.shape)}")
                 del state_dict[key]
                 continue
             with torch.no_grad():
@@ -207,11 +204,12 @@ class _Loading:
         # A key too many is no fault of a load that is not strict, and may not hide one.
         found = differences(self.runtime.comm.control, error, told, (_NEEDED,))
         first = self.runtime.comm.topology.ranks[0]
-        faults = {
-            one.name: _told(one, first, owned.get(one.name.removeprefix(_NEEDED)))
-            for one in found
-            if one.name.startswith(_NEEDED)
-        }
+        faults: dict[str, str] = {}
+        for one in found:
+            if one.name.startswith(_NEEDED):
+                of_first, value = ("as it should be" if said is None else said for said in (one.first, one.value))
+                key = one.name.removeprefix(_NEEDED)
+                faults[key] = f"{key} is {of_first} on rank {first} and {value} on rank {one.rank}"
         if faults:
             raise RuntimeError(f"nothing was loaded: ranks were given different values: {'; '.join(faults.values())}")
         return [one.name.removeprefix(_TOO_MANY) for one in found]
@@ -244,26 +242,6 @@ def _misfit(state_dict: Mapping[str, Any], key: str, tensor: Tensor | None) -> s
         return None
     what = "a DTensor" if isinstance(value, DTensor) else "a tensor"
     return f"{what} of shape {tuple(value.shape)} for {tuple(tensor.shape)}"
-
-
-def _told(one: Difference, first: GlobalRank, matrix: OwnedMatrix | None) -> str:
-    """What is wrong with values that differ."""
-    key, ranks = one.name.removeprefix(_NEEDED), {one.first: first, one.value: one.rank}
-    if _UNFIT in ranks and matrix is not None:
-        return f"{key}: {_unfit(ranks[_UNFIT], matrix)}"
-    if _ABSENT in ranks:
-        return f"{key}: missing on rank {ranks[_ABSENT]} only"
-    if matrix is not None:
-        return f"{key}: some ranks hold a sharded tensor and some a whole one"
-    kind, rank = next((kind, rank) for kind, rank in ranks.items() if kind is not None)
-    return f"size mismatch for {key}: rank {rank} was given {kind}"
-
-
-def _unfit(rank: GlobalRank, matrix: OwnedMatrix) -> str:
-    return (
-        f"rank {rank} holds a value that is not a dense tensor of shape {tuple(matrix.shape)}, or the rows of another "
-        "rank, which alone wrote them to a file"
-    )
 
 
 def is_of_another_rank(value: Tensor) -> bool:

@@ -326,7 +326,6 @@ ENGINE = "what ends a backward runs behind everything that its hooks have queued
 HARMLESS = {
     "ticks.join in run_awaited": "a thread of the host ends",
     "self._ended.wait in _Ticks.run": "a thread of the host is told to end",
-    "work.wait in Pending.wait_at_exit": "it keeps a process on the CPU from ending too early",
     "domain.vote_stream.alone in Exchange.before_step": "reading the result waits for the same stream",
     "monitor.start(…).wait in Vote.__init__": "reading the result waits for the same stream",
     "Stream(self._monitor.device, priority=-1).alone in Vote._tell_difference": "reading what differs waits for it too",

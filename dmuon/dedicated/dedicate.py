@@ -61,7 +61,7 @@ from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.kernels import Storage
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Topology
-from dmuon.model.blocks import BlockPredicate, canonical_fqn
+from dmuon.model.blocks import BlockPredicate
 from dmuon.model.matrix_spec import remember_spec
 from dmuon.model.routing import Exclude, Route, Select, notice, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, Speeds, check_options, describe_source, make_plan
@@ -298,7 +298,7 @@ def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = 
     left_out: set[nn.Parameter] = set()
     for part in module if isinstance(module, list) else [module]:
         left_out |= owned_parameters(part)
-        for name, below in part.named_modules():
+        for below in part.modules():
             inner = None if below is part else dedication_of(below)
             if inner is None:
                 continue
@@ -306,7 +306,6 @@ def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = 
             ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
             if inner.is_list or set(inner.runtime.comm.ranks) != set(ranks):
                 inner.note_around(ranks)
-                inner.note_place(below, canonical_fqn(name))
                 left_out |= set(below.parameters())
     torch_fully_shard(module, ignored_params=left_out | set(ignored_params), **kwargs)
     return module  # torch shards in place

@@ -71,10 +71,6 @@ class Dedication:
         """Which one of its list ``root`` is."""
         return self._prefixes[unwrapped(root)]
 
-    def note_place(self, root: nn.Module, name: str) -> None:
-        """A model around this one calls ``root``, one of its modules, ``name``."""
-        self.runtime.order_check.places[self.place(root)] = name
-
     def note_around(self, ranks: Iterable[int]) -> None:
         """A model of ``ranks`` lies around this one: those that are none of its own hold something else here."""
         others = {*ranks, *self.runtime.strangers}.difference(self.runtime.comm.topology.ranks)
@@ -401,7 +397,7 @@ class Dedicated(Residency):
             if block.backward is not None or block.calls or block.buffer.awaited:
                 block.forget_graph()
         outdated = runtime.by_rest.keys() & map(id, params)
-        buffers = buffers_along(runtime.order.following, runtime.order.first)
+        buffers = buffers_along(runtime.following, runtime.first)
         runtime.publications.begin(buffers, outdated, runtime.generation)
 
     def updated(self, params: Iterable[Tensor]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise, product
 from math import prod
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dmuon.layout.parameters import place, place_dtensor, place_replicated
+from dmuon.layout.parameters import place, place_dtensor, place_replicated, place_shards
 from dmuon.layout.topology import RankGrid
 
 SHAPES = [(1, 1), (1, 7), (5, 3), (6, 1), (8, 4)]
@@ -57,33 +56,16 @@ def assert_placed(whole: Tensor, placed: Placed) -> None:
         assert torch.equal(together, whole)
 
 
-def no_share(_: object) -> list[object]:
-    raise AssertionError("nothing has to be gathered")
-
-
-class Told(Exception):
-    """A rank has told the others what it has, and waits."""
-
-
 def place_on_all(
     grid: RankGrid, params: Mapping[int, Sequence[Tensor]], shard_dims: Any, names: Callable[[int], list[str]]
 ) -> dict[int, list[Any]]:
-    """What ``place`` gives each rank of ``grid``: once up to what it tells the others, and once with what all told."""
-    told: dict[int, object] = {}
-
-    def tell(item: object) -> list[object]:
-        told[rank] = item
-        raise Told
-
-    placed = {}
-    for rank in grid.ranks:
-        with suppress(Told):
-            placed[rank] = place(params[rank], names(rank), grid, rank, shard_dims, tell)
-    assert not (placed and told), "some ranks wait for others that told nothing"
-    for rank in told:
-        shares = iter([[told[other] for other in grid.ranks]])  # once
-        placed[rank] = place(params[rank], names(rank), grid, rank, shard_dims, lambda _, shares=shares: next(shares))
-    return placed
+    """Where each rank of ``grid`` finds its parameters, once all have told the shapes of what is cut."""
+    found = {rank: place(params[rank], names(rank), grid, rank, shard_dims) for rank in grid.ranks}
+    shapes = [[(names(rank)[i], tuple(params[rank][i].shape)) for i in found[rank][1]] for rank in grid.ranks]
+    for rank, (placed, cut) in found.items():
+        for i, layout in place_shards(cut, shapes, grid, rank).items():
+            placed[i] = layout
+    return {rank: placed for rank, (placed, _) in found.items()}
 
 
 def place_one(grid: RankGrid, params: Mapping[int, Tensor], shard_dims: Any = None) -> Placed:
@@ -278,19 +260,6 @@ def test_plain_shards_of_any_lengths_are_placed_on_any_grid(
         assert layout is not None and len(set(layout.layout.replicas)) == copies
 
 
-def test_all_plain_shards_are_told_of_at_once() -> None:
-    grid = RankGrid(("fsdp",), (2,), (0, 1))
-    for dims, calls in (({"fsdp": 0}, 1), ({"fsdp": None}, 0)):
-        told: list[object] = []
-
-        def share(item: object, told: list[object] = told) -> list[object]:
-            told.append(item)
-            return [item, item]
-
-        place([torch.ones(2, 2) for _ in range(3)], ["a", "b", "c"], grid, 0, dims, share)
-        assert len(told) == calls
-
-
 WHOLE = numbered((4, 4))
 FSDP = {rank: RankGrid(("fsdp",), (2,), (rank % 2, rank % 2 + 2)) for rank in range(4)}
 
@@ -327,4 +296,4 @@ def test_what_has_no_place_is_refused_by_name(
         param = dtensor_on(rank, WHOLE, line, placements)
     expected = message.replace("{even}", str(rank % 2)).replace("{odd}", str(rank % 2 + 2))
     with pytest.raises(ValueError, match=expected):
-        place([param], ["w"], grid or FSDP[rank], rank, dims, no_share)
+        place([param], ["w"], grid or FSDP[rank], rank, dims)

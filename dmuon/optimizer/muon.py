@@ -32,7 +32,7 @@ from dmuon.optimizer.groups import (
     restore_specs,
     routed_groups,
 )
-from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products, tell_scale
+from dmuon.optimizer.notices import tell_first_step, tell_products, tell_scale
 from dmuon.optimizer.options import (
     KEYWORDS_ELSEWHERE,
     RARE,
@@ -210,7 +210,7 @@ class Muon(torch.optim.Optimizer):
         self._built = True
         self._find_device()
         self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
-        self._lay_out("it was built")
+        self._lay_out()
         self._register_hooks()
 
     def _start_empty(self) -> None:
@@ -317,12 +317,12 @@ class Muon(torch.optim.Optimizer):
                     del group[name]
                 super().add_param_group(as_group(group))
             if self._built:
-                self._lay_out("a group was added")
+                self._lay_out()
         except Exception:
             del self.param_groups[count:]
             raise
 
-    def _lay_out(self, why: str) -> None:
+    def _lay_out(self) -> None:
         """Residencies, batches and rounds for the present groups. Momentum moves into the new batches.
 
         Collective, as building the optimizer is. State is created at once, so that a checkpoint can be loaded before
@@ -382,7 +382,6 @@ class Muon(torch.optim.Optimizer):
                 dedicated.listen(self._early.landed)
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
         self._averagers.forget()
-        tell_layout(why, rounds, self._prefetch)
         tell_products(self.param_groups, residencies, rounds)
 
     def _with_row_moments(self, rounds: Sequence[Round]) -> RowMoments | None:
@@ -430,7 +429,7 @@ class Muon(torch.optim.Optimizer):
     def _follow(self) -> None:
         """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
         if not self._is_as_laid_out():
-            self._lay_out("groups hold other parameters")
+            self._lay_out()
         for group in self.param_groups:  # of which something may have been unfrozen since
             keep_state_of_route(group, self.state)
 
@@ -484,8 +483,8 @@ class Muon(torch.optim.Optimizer):
         Returns:
             AdamW's updates, group by group.
         """
-        if self._wrapping.follow(self.param_groups, self._names, self.state):
-            self._lay_out("the model was wrapped")
+        if self._wrapping.follow(self.param_groups, self._names):
+            self._lay_out()
         if not self._is_as_laid_out():
             self._names = names_in(self.param_groups, self._origin.names)
             self._averagers.forget()
@@ -549,7 +548,7 @@ class Muon(torch.optim.Optimizer):
                 raise fault
             if again or not changed:
                 break
-            self._lay_out("parameters were replaced, moved or laid out otherwise")
+            self._lay_out()
             changed = False
         return present
 

@@ -95,7 +95,7 @@ def test_an_owner_that_dominates_is_told(rank: int, world: int, dedicated: bool)
         )
     )
     text = dmuon.explain(model, optimizer)
-    assert ("times the mean load" in text and "1 matrices of this rank have fewer" in text) or rank == 0
+    assert "times the mean load" in text or rank == 0
 
 
 class Fused(nn.Module):

@@ -41,7 +41,6 @@ from dmuon.optimizer.options import (
     Description,
     check_edited,
     check_functions,
-    check_scales,
     describe,
 )
 from dmuon.optimizer.qk_clip import QKClip
@@ -237,9 +236,8 @@ class Muon(torch.optim.Optimizer):
         self._done: list[Done] = []
         self._asked: MatrixRecord | None = None
         self._checked: list[Description] = []  # options of each group, which were found to be in order
-        self._scaled = False  # a user's function says how much of an update is taken
-        self._tries = False  # a user's function orthogonalizes
-        self._proven: set[Any] = set()  # such functions, and shapes
+        self._has_functions = False  # of the user's, which say how much of an update is taken, or orthogonalize
+        self._proven: set[Any] = set()  # those that orthogonalize, and shapes
         self._steps = 0
         self._qk_clip = None
 
@@ -510,8 +508,8 @@ class Muon(torch.optim.Optimizer):
                             f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
                         )
             self._checked = described
-            self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
-            self._tries = any(group.get("orthogonalize") is not None for group in self.param_groups)
+            functions = [group.get(name) for group in self.param_groups for name in ("adjust_lr_fn", "orthogonalize")]
+            self._has_functions = any(map(callable, functions))
         self._momentum.check(self.state)
         adamw_updates = []
         for group in self.param_groups:
@@ -531,9 +529,7 @@ class Muon(torch.optim.Optimizer):
         for again in (False, True):
             present: set[int] = set()
             try:
-                if self._scaled and not changed:  # rounds know groups by their numbers
-                    check_scales(self.param_groups, self._rounds)
-                if self._tries and not changed:
+                if self._has_functions and not changed:  # rounds know groups by their numbers
                     check_functions(self.param_groups, self._rounds, self._proven)
             except Exception as error:
                 fault = fault or error

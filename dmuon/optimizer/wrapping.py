@@ -168,8 +168,8 @@ class Wrapping:
     def _require_held(self, moved: Mapping[int, Tensor | None], groups: _Groups, names: Mapping[int, str]) -> None:
         """Raise RuntimeError where a step would train nothing, or what no module holds, in place of the model."""
         held = {id(p): p for group in groups for p in group["params"]}
-        for key in moved.keys() & held.keys():
-            if _dimensions(moved[key]) > _dimensions(held[key]):
+        for key, now in moved.items():
+            if key in held and _dimensions(now) > _dimensions(held[key]):
                 raise RuntimeError(
                     f"parameter {names[key]!r} was cut by fully_shard or tensor parallelism since the optimizer was "
                     "built, which would train what the model no longer holds: build the optimizer after that, and load "

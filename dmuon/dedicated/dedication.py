@@ -419,11 +419,6 @@ class Dedicated(Residency):
     def loads(self) -> list[Sequence[int]]:
         return [self._runtime.plan.solution.loads_ns]
 
-    def repeated(self) -> list[str]:
-        if self._runtime.comm.topology.tensor == 1:
-            return []
-        return [m.fqn for m in self._runtime.matrices() if any(part.parcel is None for part in m.mine)]
-
     def shared(self) -> list[Sharing]:
         comm, matrices = self._runtime.comm, list(self._runtime.matrices())
         labels = [(m.rest, part.number if m.is_split else None, part.shape) for m in matrices for part in m.parts]

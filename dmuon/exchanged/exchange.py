@@ -19,11 +19,11 @@ from dmuon.comm.domain import Domain, connect_copies, make_domain
 from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
-from dmuon.exchanged.copies_vote import Copies, CopiesVote, lines_of
+from dmuon.exchanged.copies_vote import Copies, CopiesVote
 from dmuon.exchanged.generators import ByLayout, default_config, recipe_of
 from dmuon.exchanged.layouts import Layouts, lay_out, owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
-from dmuon.layout.matrices import Region, Spread, Strategy, numbered, stack_shape
+from dmuon.layout.matrices import Region, Spread, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_replicated, ranks_of_mesh
 from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of, spec_of
@@ -264,8 +264,9 @@ class Exchange(Residency):
             copies: dict[Copies, list[Tensor]] = {}
             for param in (param for params in shared for param in params):
                 one = placed.get(id(param)) or self._placed(param)
-                for line in () if one is None or one.ranks != domain.ranks else lines_of(one.layout):
-                    copies.setdefault(line, []).append(param)
+                if one is not None and one.ranks == domain.ranks and max(one.layout.replicas):
+                    for line in spread_over_all(one.layout).lines:
+                        copies.setdefault(line, []).append(param)
             ballot.copies = CopiesVote(domain.position, copies)
 
     def _placed(self, param: Tensor) -> ParameterLayout | None:
@@ -425,16 +426,6 @@ class LayoutExchange(Exchange):
             row = _row(task.param, name, task.shape, "plain tensors", ranks, owner)
             rows.append(replace(row, count=task.count, strategy=strategy))
         return rows
-
-    def repeated(self) -> list[str]:
-        names = {id(param): name for param, name in zip(self.params, self.names, strict=True)}
-        ranks = [set(domain.ranks) for domain, _ in self.domains]
-        placed = zip(self.params, self.layouts.placed, strict=True)
-        return [
-            names[id(param)]
-            for param, one in placed
-            if one is not None and isinstance(param, DTensor) and any(set(one.whole.ranks) < other for other in ranks)
-        ]
 
     def shared(self) -> list[Sharing]:
         """Also what one rank has whole of a stack that several hold."""

@@ -27,11 +27,13 @@ from dmuon.comm.process_groups import this_rank
 from dmuon.exchanged.config import LayoutOptions, LayoutRecipe
 from dmuon.layout.matrices import Parcel, Region, Share, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import (
+    Cuts,
     ParameterLayout,
     part_among_holders,
     place,
     place_by_itself,
     place_replicated,
+    place_shards,
 )
 from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed, position_in
@@ -142,7 +144,7 @@ def lay_out(
     if recipe.grid is None:
         placed, fault = _placed_alone(recipe, params, names)
     elif len(recipe.grid.ranks) == 1:
-        placed = place(params, names, recipe.grid, this_rank(), recipe.shard_dims, lambda item: [item])
+        placed, _ = place(params, names, recipe.grid, this_rank(), recipe.shard_dims)  # of one rank nothing is cut
     else:
         whole = None if last is None else last.whole
         if whole is None or whole.ranks != tuple(sorted(recipe.grid.ranks)):
@@ -221,34 +223,22 @@ def _placed_on_grid(
 ) -> list[ParameterLayout | None]:
     """Where the parameters lie in ``grid``. All ranks of it go on from here, or raise.
 
-    They agree twice, whatever each of them finds: on the shapes of plain parameters that are cut, and on what shares.
+    They agree twice, whatever each of them finds: on the shapes of plain parameters that are cut, and on who shares.
     """
-    cut: list[list[tuple[str, tuple[int, ...]]]] = []  # of each rank of ``whole``, once they have agreed
-    asked = False
-
-    def share(item: object) -> list[object]:
-        nonlocal asked
-        asked = True
-        cut.extend(agree(whole.group, None, item))
-        return [cut[whole.ranks.index(rank)] for rank in grid.ranks]
-
     placed: list[ParameterLayout | None] = []
+    cut: dict[int, Cuts] = {}
     fault: Exception | None = None
     try:
-        placed = place(params, names, grid, this_rank(), recipe.shard_dims, share)
+        placed, cut = place(params, names, grid, this_rank(), recipe.shard_dims)
     except Exception as error:  # whatever a user's shard_dims raises
-        if asked and not cut:
-            raise  # all ranks do
         fault = error
-    if not asked:
-        cut.extend(agree(whole.group, fault, []))
-        rank = next((rank for rank, items in zip(whole.ranks, cut, strict=True) if items), None)
-        if rank is not None:
-            names = [name for name, _ in cut[whole.ranks.index(rank)]]
-            fault = ValueError(
-                f"rank {rank} has sharded parameters {names} and rank {whole.ranks[whole.position]} has none; give all "
-                "ranks of the process groups the same parameters in one order, and the same shard_dims"
-            )
+    told = agree(whole.group, fault, [(names[i], tuple(params[i].shape)) for i in cut])
+    try:
+        shapes = [told[whole.ranks.index(rank)] for rank in grid.ranks]
+        for i, layout in place_shards(cut, shapes, grid, this_rank()).items():
+            placed[i] = layout
+    except ValueError as error:
+        fault = error
     shared = {one.ranks for one in placed if one is not None and len(one.ranks) > 1}
     _require_shared_alike(whole.ranks, agree(whole.group, fault, shared))
     return placed

@@ -149,35 +149,31 @@ class Spread:
 
     def copy_with(self, holder: Position) -> dict[Position, Piece]:
         """The pieces of the copy that ``holder`` has part in, by first index."""
-        at = self._index[holder]
-        copy = self.layout.replicas[at]
-        if copy not in self._copies:
-            self._copies[copy] = {self.holders[i]: self.layout.pieces[i] for i in self.layout.order(at)}
-        return self._copies[copy]
+        return self._copies[self._copy_of[holder]]
 
     def holders_with(self, holder: Position) -> list[Position]:
         """All of the copy that ``holder`` has part in, also those with nothing of it."""
-        copy = self.layout.replicas[self._index[holder]]
-        return [other for other, of in zip(self.holders, self.layout.replicas, strict=True) if of == copy]
+        return [other for other, copy in self._copy_of.items() if copy == self._copy_of[holder]]
 
     def source(self, holder: Position, owner: Position) -> Position:
         """Of the ranks that have the same part as ``holder``, the one of the copy that ``owner`` has part in."""
-        copy = self.layout.replicas[self._index[owner]]
-        if copy not in self._sources:
-            self._sources[copy] = {piece: position for position, piece in self.copy_with(owner).items()}
-        return self._sources[copy][self.pieces[holder]]
+        return self._sources[self._copy_of[owner]][self.pieces[holder]]
 
     @cached_property
-    def _index(self) -> dict[Position, int]:
-        return {holder: index for index, holder in enumerate(self.holders)}
+    def _copy_of(self) -> dict[Position, int]:
+        return dict(zip(self.holders, self.layout.replicas, strict=True))
 
     @cached_property
     def _copies(self) -> dict[int, dict[Position, Piece]]:
-        return {}
+        """By number, the pieces of each copy that are not empty, by first index."""
+        copies: dict[int, dict[Position, Piece]] = {copy: {} for copy in self.layout.replicas}
+        for holder, piece in sorted(self.parts.items(), key=lambda item: [runs[0][0] for runs in item[1].runs]):
+            copies[self._copy_of[holder]][holder] = piece
+        return copies
 
     @cached_property
     def _sources(self) -> dict[int, dict[Piece, Position]]:
-        return {}
+        return {copy: {piece: holder for holder, piece in pieces.items()} for copy, pieces in self._copies.items()}
 
 
 @lru_cache(maxsize=256)

@@ -32,7 +32,7 @@ from dmuon.optimizer.groups import (
     restore_specs,
     routed_groups,
 )
-from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products, tell_scale
+from dmuon.optimizer.notices import tell_first_step, tell_products, tell_scale
 from dmuon.optimizer.options import (
     KEYWORDS_ELSEWHERE,
     RARE,
@@ -41,7 +41,6 @@ from dmuon.optimizer.options import (
     Description,
     check_edited,
     check_functions,
-    check_scales,
     describe,
 )
 from dmuon.optimizer.qk_clip import QKClip
@@ -210,7 +209,7 @@ class Muon(torch.optim.Optimizer):
         self._built = True
         self._find_device()
         self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
-        self._lay_out("it was built")
+        self._lay_out()
         self._register_hooks()
 
     def _start_empty(self) -> None:
@@ -237,9 +236,8 @@ class Muon(torch.optim.Optimizer):
         self._done: list[Done] = []
         self._asked: MatrixRecord | None = None
         self._checked: list[Description] = []  # options of each group, which were found to be in order
-        self._scaled = False  # a user's function says how much of an update is taken
-        self._tries = False  # a user's function orthogonalizes
-        self._proven: set[Any] = set()  # such functions, and shapes
+        self._has_functions = False  # of the user's, which say how much of an update is taken, or orthogonalize
+        self._proven: set[Any] = set()  # those that orthogonalize, and shapes
         self._steps = 0
         self._qk_clip = None
 
@@ -317,12 +315,12 @@ class Muon(torch.optim.Optimizer):
                     del group[name]
                 super().add_param_group(as_group(group))
             if self._built:
-                self._lay_out("a group was added")
+                self._lay_out()
         except Exception:
             del self.param_groups[count:]
             raise
 
-    def _lay_out(self, why: str) -> None:
+    def _lay_out(self) -> None:
         """Residencies, batches and rounds for the present groups. Momentum moves into the new batches.
 
         Collective, as building the optimizer is. State is created at once, so that a checkpoint can be loaded before
@@ -382,7 +380,6 @@ class Muon(torch.optim.Optimizer):
                 dedicated.listen(self._early.landed)
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
         self._averagers.forget()
-        tell_layout(why, rounds, self._prefetch)
         tell_products(self.param_groups, residencies, rounds)
 
     def _with_row_moments(self, rounds: Sequence[Round]) -> RowMoments | None:
@@ -430,7 +427,7 @@ class Muon(torch.optim.Optimizer):
     def _follow(self) -> None:
         """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
         if not self._is_as_laid_out():
-            self._lay_out("groups hold other parameters")
+            self._lay_out()
         for group in self.param_groups:  # of which something may have been unfrozen since
             keep_state_of_route(group, self.state)
 
@@ -484,8 +481,8 @@ class Muon(torch.optim.Optimizer):
         Returns:
             AdamW's updates, group by group.
         """
-        if self._wrapping.follow(self.param_groups, self._names, self.state):
-            self._lay_out("the model was wrapped")
+        if self._wrapping.follow(self.param_groups, self._names):
+            self._lay_out()
         if not self._is_as_laid_out():
             self._names = names_in(self.param_groups, self._origin.names)
             self._averagers.forget()
@@ -511,8 +508,8 @@ class Muon(torch.optim.Optimizer):
                             f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
                         )
             self._checked = described
-            self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
-            self._tries = any(group.get("orthogonalize") is not None for group in self.param_groups)
+            functions = [group.get(name) for group in self.param_groups for name in ("adjust_lr_fn", "orthogonalize")]
+            self._has_functions = any(map(callable, functions))
         self._momentum.check(self.state)
         adamw_updates = []
         for group in self.param_groups:
@@ -532,9 +529,7 @@ class Muon(torch.optim.Optimizer):
         for again in (False, True):
             present: set[int] = set()
             try:
-                if self._scaled and not changed:  # rounds know groups by their numbers
-                    check_scales(self.param_groups, self._rounds)
-                if self._tries and not changed:
+                if self._has_functions and not changed:  # rounds know groups by their numbers
                     check_functions(self.param_groups, self._rounds, self._proven)
             except Exception as error:
                 fault = fault or error
@@ -549,7 +544,7 @@ class Muon(torch.optim.Optimizer):
                 raise fault
             if again or not changed:
                 break
-            self._lay_out("parameters were replaced, moved or laid out otherwise")
+            self._lay_out()
             changed = False
         return present
 

@@ -435,8 +435,7 @@ def _own(
     runtime = Runtime(inspected.roots, blocks, comm, plan)
     runtime.ns_options = ns_options
     hook_state_dicts([*inspected.roots.values()], runtime)
-    pools = inspected.pools(comm.topology)
-    Dedication(inspected.roots, inspected.routes, pools, runtime)  # which stays on the model
+    Dedication(inspected.roots, inspected.routes, runtime)  # which stays on the model
 
 
 def _share_initial_values(

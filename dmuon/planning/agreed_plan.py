@@ -117,7 +117,7 @@ def make_plan(
             check_speeds(ranks)  # the job may have begun after a configuration was made
             speeds = [1.0 if ranks is None else float(ranks[member]) for member in ranks_of(group)]
             chosen = _choose(
-                matrices, measured, solve or SolveOptions(), plan, _ranks(hosts, pools, speeds), ns_per_byte
+                matrices, measured, solve or SolveOptions(), plan, planned_ranks(hosts, pools, speeds), ns_per_byte
             )
             return [None, chosen.to_json(), chosen.origin]
         except Exception as fault:  # every rank must hear of it, whatever it is
@@ -219,7 +219,7 @@ def _find_costs(
     )
 
 
-def _ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None, speeds: Sequence[float]) -> list[Rank]:
+def planned_ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None, speeds: Sequence[float]) -> list[Rank]:
     """The ranks as the solver takes them; nodes are numbered in the order of their first rank."""
     nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
     return [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dmuon.kernels import MIXED, PRESETS, Storage
+from dmuon.kernels import PRESETS
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache, Entries, parse_shape, user_cache_path
 from dmuon.planning.device_key import NsOptions, device_key
@@ -18,7 +18,7 @@ from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, settled, 
 from dmuon.solver import Shape
 from dmuon.tools.cli.arguments import BadArgument, Parser, count, removed, require_target, seconds
 
-_DTYPES: Mapping[str, Storage] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "mixed": MIXED}
+_DTYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _READ = "a cost cache is JSON with a timing for each shape and batch size, and to measure prints it as a table"
 _REMOVED = {  # and what to write instead
     "--quack": "leave it out: an installed quack is tried wherever it can run",

@@ -58,7 +58,6 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import excluded_modules, own_buffers, own_parameters
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
-from dmuon.kernels import Storage
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate
@@ -103,7 +102,7 @@ def dedicate_params(
     initialize: Initialize | None = None,
     ns_coefficients: str | tuple[Any, ...] | None = None,
     ns_steps: int | None = None,
-    ns_dtype: Storage | None = None,
+    ns_dtype: torch.dtype | None = None,
 ) -> OwnerPlan:
     """Give every matrix of every block to one owner rank; afterwards the others hold zero-size placeholders.
 
@@ -434,8 +433,7 @@ def _own(
     runtime = Runtime(inspected.roots, blocks, comm, plan)
     runtime.ns_options = ns_options
     hook_state_dicts([*inspected.roots.values()], runtime)
-    pools = inspected.pools(comm.topology)
-    Dedication(inspected.roots, inspected.routes, pools, runtime)  # which stays on the model
+    Dedication(inspected.roots, inspected.routes, runtime)  # which stays on the model
 
 
 def _share_initial_values(

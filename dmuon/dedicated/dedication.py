@@ -45,7 +45,6 @@ class Dedication:
     """The plan, the routes, and the runtime that moves the weights of one dedicated model, or of several modules.
 
     Attributes:
-        pools: of each rank, what it may own; None: everything.
         is_list: it is of several modules, or of a list of one.
     """
 
@@ -53,11 +52,9 @@ class Dedication:
         self,
         roots: Mapping[str, nn.Module],
         routes: Sequence[Route],
-        pools: list[frozenset[str]] | None,
         runtime: Runtime,
     ) -> None:
         self.plan = runtime.plan
-        self.pools = pools
         self.runtime = runtime
         # Without the parameters, which routes would keep alive.
         self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}

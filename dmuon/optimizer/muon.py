@@ -17,7 +17,6 @@ from dmuon.dedicated.dedication import Dedicated
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
-from dmuon.kernels import Storage
 from dmuon.model.matrix_spec import MatrixSpec, flat_of, spec_of
 from dmuon.model.routing import Exclude, Select
 from dmuon.optimizer.flat_shards import fault_of_flat
@@ -92,7 +91,6 @@ class Muon(torch.optim.Optimizer):
         ns_steps: Newton-Schulz steps; ``"squares"`` stands for five. ``None``: as ``dedicate_params`` was told, else 5.
         eps: lower clamp of the norm that scales a matrix before Newton-Schulz; 0 is exact.
         ns_dtype: dtype of Newton-Schulz; ``None``: as ``dedicate_params`` was told, else fp16 on CUDA, fp32 on the CPU.
-            ``"mixed"``, on the CPU: the first two steps in fp32, the others in bf16.
         orthogonalize: a function of your own in place of Newton-Schulz. It gets whole matrices on their owner, stored
             as they are, ``(k, m, n)`` in the dtype of the momentum, each divided by its Frobenius norm, and returns a
             tensor like that. It is tried on random matrices before the first step. ``ns_…`` mean nothing then.
@@ -145,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: str | tuple[Any, ...] | None = None,
         ns_steps: int | None = None,
         eps: float = 0.0,
-        ns_dtype: Storage | None = None,
+        ns_dtype: torch.dtype | None = None,
         orthogonalize: Orthogonalize | None = None,
         second_moment: str | None = None,
         second_moment_beta: float = 0.95,

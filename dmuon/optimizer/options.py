@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.kernels import MIXED, check_storage, coefficient_sequence, storage_dtype, update_scale
+from dmuon.kernels import check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.optimizer.strategies import STRATEGY, check_strategy
 from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.batches import SharedBatch
@@ -182,8 +182,8 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
     if group["weight_decay_mode"] not in DECAY_MODES:
         raise ValueError(f"weight_decay_mode must be one of {DECAY_MODES}, got {group['weight_decay_mode']!r}")
     ns_dtype = group["ns_dtype"]
-    if ns_dtype is not None and ns_dtype != MIXED and not isinstance(ns_dtype, torch.dtype):
-        raise TypeError(f"ns_dtype must be a torch.dtype, {MIXED!r} or None, got {ns_dtype!r}")
+    if ns_dtype is not None and not isinstance(ns_dtype, torch.dtype):
+        raise TypeError(f"ns_dtype must be a torch.dtype, such as torch.bfloat16, or None, got {ns_dtype!r}")
     for kind in {p.device.type for p in group["params"]} - {"meta"}:
         try:
             storage_dtype(torch.float32, torch.device(kind), ns_dtype)

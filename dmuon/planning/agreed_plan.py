@@ -63,7 +63,7 @@ def check_speeds(ranks: object) -> None:
     if ranks is None:
         return
     if isinstance(ranks, str) or not isinstance(ranks, Sequence) or not all(map(is_number, ranks)):
-        raise TypeError(f"ranks={ranks!r} is no list of numbers; {remedy}; dmuon.rebalanced_plan measures a step")
+        raise TypeError(f"ranks={ranks!r} is no list of numbers; {remedy}; docs/planning.md finds them in a step")
     if not all(0 < speed < math.inf for speed in ranks):
         raise ValueError(f"ranks={ranks!r} holds what is no positive number; {remedy}")
     if dist.is_initialized() and len(ranks) != dist.get_world_size():

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from dmuon.kernels import (
     HALF,
-    MIXED,
-    Storage,
     Variant,
     alternatives,
     batch_size,
@@ -38,14 +36,12 @@ _ROUND = 9  # samples that a spread is judged by
 _MAX_ROUNDS = 4  # on a machine that never settles, more rounds do not help
 _TRIALS = 3  # samples that a variant is judged by
 _CLEARLY = 0.95  # less of a gain is noise, and another form rounds otherwise
-_AGREEMENT: Mapping[Storage, float] = {
+_AGREEMENT: Mapping[torch.dtype, float] = {
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
-    MIXED: 1e-1,
     torch.float32: 1e-4,
     torch.float64: 1e-9,
 }
-_ROUNDED = (*HALF, MIXED)
 _GROWTH = 0.06  # of the largest singular value over the standard form's
 _POWERS = 30
 _LEVELS = (0.0, 1e-3, 1e-2)  # of noise in nearly singular matrices
@@ -179,7 +175,7 @@ def _fastest(
     dtype = storage_dtype(torch.float32, batch.device, options.dtype)
     best = choose_variant(batch.shape, batch.k, sequence, dtype, batch.device)
     # What trying one rival takes, in runs of the batch: four looks, and what ``_agrees`` runs.
-    runs = 4 * (_TRIALS + 1) + 3 + (2 * len(_LEVELS) / batch.k if dtype in _ROUNDED else 0)
+    runs = 4 * (_TRIALS + 1) + 3 + (2 * len(_LEVELS) / batch.k if dtype in HALF else 0)
 
     def quick(variant: Variant) -> int:
         update = batch.update(options, variant)
@@ -220,7 +216,7 @@ def _agrees(batch: _Batch, options: NsOptions, variant: Variant) -> bool:
     if not error <= _AGREEMENT[dtype]:
         warnings.warn(f"Newton–Schulz variant {variant} differs from the standard form by {error:.2g}; not used")
         return False
-    if dtype in _ROUNDED:
+    if dtype in HALF:
         for x in nearly_singular(batch.shape, batch.device):
             most, largest = (_largest_singular_value(form(x)) for form in (plain, partial(run, variant=variant)))
             if not largest <= most + _GROWTH:

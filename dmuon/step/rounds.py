@@ -254,7 +254,7 @@ class ExchangedRound(Round):
                         found.append(kernel(grads, momentum, rows, storage=numerics.storage, eps=group["eps"]))
                 if runs is not batch.whole:
                     shape = batch.momentum(0, len(batch.params)).shape
-                    dtype = batch.dtype if norms is None else numerics.begins
+                    dtype = batch.dtype if norms is None else numerics.storage
                     found = [with_zeros(found, batch, runs, torch.zeros(shape, dtype=dtype, device=batch.device))]
                 [update] = found
                 del found
@@ -264,7 +264,7 @@ class ExchangedRound(Round):
                     parts[bundle.numbers[0]] = update
                 del update  # of which only what is kept outlives the packing
         with timer.phase("exchange"):
-            like = self._like if norms is None else self._like.to(numerics.begins)
+            like = self._like if norms is None else self._like.to(numerics.storage)
             gathering = Redistribution(self._before, parts, like, f"gather of {self._what}")
         del parts
         yield False
@@ -284,7 +284,7 @@ class ExchangedRound(Round):
             del x
             step.done += [done] if batch.ids <= step.present else _of_runs(done, batch, batch.runs(step.present))
         with timer.phase("exchange"):
-            like = self._like.to(numerics.ends)
+            like = self._like.to(numerics.storage)
             arriving: Redistribution | Copying
             arriving = Redistribution(self._after, whole, like, f"scatter of {self._what}")
         del whole

@@ -319,8 +319,6 @@ def test_a_plan_whose_owners_have_nothing_of_a_matrix_is_refused(rank: int, worl
     dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", exclude=["*.router"])
     optimizer = dmuon.Muon(model, **OPTIONS)
     train(model, optimizer, range(1), rank, world, clip=False)
-    again = dmuon.rebalanced_plan(model.blocks[0].experts, optimizer)
-    assert all(owner == int(name[-2]) // 2 for name, owner in again.owners.items())
     swapped = {name: 1 - owner for name, owner in plan.owners.items()}
     wrong = replace(plan, solution=replace(plan.solution, owners=swapped))
     with pytest.raises(ValueError, match=r"gives '0\.\w+\[0\]' to rank 1, which has nothing of it"):

@@ -132,26 +132,9 @@ def set_chunk(document: dict[str, Any]) -> None:
         (set_chunk, "the content was changed: its SHA-256 is"),
         (set_field("cost_source", "elsewhere"), "the content was changed"),
         (set_field("sha256", "0" * 64), f"the content was changed: .* not '{'0' * 64}'"),
-        (set_field("cost_source", 3), "field 'cost_source' is 3, not a string"),
         (set_field("schema", 99), "field 'schema' is 99, this version of dmuon reads 2"),
-        (set_field("chunks", {"13x13": 1}), "field 'chunks': shape 13x29 is missing"),
-        (set_field("chunks", {"13x13": 1, "13x29": 1, "2x2": 1}), "field 'chunks': shape 2x2 has no matrices"),
-        (set_field("chunks", {"13x13": 0, "13x29": 1}), "field 'chunks.13x13' is 0, not an integer of at least 1"),
-        (set_field("chunks", {"13 x 13": 1}), "field 'chunks': '13 x 13' is not like '1024x4096'"),
-        (set_field("variants", {"13x13": {"1": "fast"}}), r"field 'variants\.13x13\.1': 'fast' is no Newton–Schulz v"),
-        (
-            set_field("variants", {"13x13": {"1": "gram r3,2 torch by1"}}),
-            r"field 'variants\.13x13\.1': restarts \(3, 2",
-        ),
-        (set_field("variants", {"2x2": {"1": "standard torch by1"}}), r"field 'variants\.2x2': the plan has no matric"),
-        (set_field("variants", {"13x13": {"1": "gram r2 torch by3"}}), "the content was changed"),
-        (set_field("solution", None), "field 'solution' is no object"),
-        (set_field("solution", {}), "field 'solution': "),
-        (set_field("more", 1), "field 'more' is unknown"),
-        *(
-            (drop_field(name), f"field '{name}' is missing")
-            for name in ("solution", "chunks", "variants", "cost_source", "sha256")
-        ),
+        (set_field("more", 1), "the content was changed"),
+        *((drop_field(name), "the content was changed") for name in ("solution", "chunks", "variants", "sha256")),
     ],
 )
 def test_a_tampered_file_is_refused_by_file_and_field(
@@ -160,6 +143,12 @@ def test_a_tampered_file_is_refused_by_file_and_field(
     tampered(saved, tamper)
     with pytest.raises(ValueError, match=rf"(?s)plan file .*plan\.json: {says}.*; plan again"):
         OwnerPlan.load(saved)
+
+
+@pytest.mark.parametrize("chunks", [{(13, 13): 1}, {(13, 13): 0, (13, 29): 1}, {(13, 13): 1, (13, 29): 1, (2, 2): 1}])
+def test_batches_that_cannot_be_are_refused(chunks: dict[tuple[int, int], int]) -> None:
+    with pytest.raises(ValueError, match=r"chunks=.*there must be an integer of at least 1 for each of"):
+        replace(toy_plan(2), chunks=chunks)
 
 
 @pytest.mark.pitfall("P50")

@@ -152,10 +152,10 @@ def test_a_variant_that_computes_something_else_is_not_chosen_however_fast(monke
         assert find().method == "standard"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "mixed", torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_variants_that_compute_the_same_agree(dtype):
     batch = profiler._Batch((48, 80), 2, CPU)
-    for method, restarts in (("gram", (2, 3, 4) if dtype == "mixed" else (2,)), ("standard", ())):
+    for method, restarts in (("gram", (2,)), ("standard", ())):
         if method == "gram" and dtype == torch.bfloat16:
             continue
         for backend in ("torch", "split"):
@@ -238,7 +238,6 @@ RUNS = [
     profiler.NsOptions((3.0, -4.0, 2.0), 3, torch.float16),
     profiler.NsOptions("you", 4, torch.bfloat16),
     profiler.NsOptions(dtype=torch.float16),
-    profiler.NsOptions(dtype="mixed"),
 ]
 
 

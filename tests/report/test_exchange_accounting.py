@@ -133,7 +133,6 @@ def test_memory_in_flight_grows_with_prefetching_and_not_with_the_number_of_roun
 @pytest.mark.parametrize(
     ("layout", "dtype", "before"),
     [
-        ("fsdp2-2", "mixed", 1),  # it begins in fp32
         ("fsdp2-2", torch.float16, 2),
         pytest.param("fsdp2-hsdp", torch.bfloat16, 2, marks=pytest.mark.slow),
         pytest.param("fsdp2-tp", torch.float16, 2, marks=pytest.mark.slow),

@@ -40,8 +40,8 @@ def test_tensors_that_are_several_matrices_say_which() -> None:
 
 def test_what_is_computed_in_which_dtype_is_told() -> None:
     model = build()
-    text = dmuon.explain(model, dmuon.Muon(model, ns_dtype="mixed", **OPTIONS))
-    assert "Newton-Schulz: classic, 2 steps in torch.float32, 3 steps in torch.bfloat16\n" in text
+    text = dmuon.explain(model, dmuon.Muon(model, ns_dtype=torch.bfloat16, **OPTIONS))
+    assert "Newton-Schulz: classic, 5 steps in torch.bfloat16\n" in text
     model = build()
     assert "Newton-Schulz: you, 4 steps in torch.float32" in dmuon.explain(
         model, dmuon.Muon(model, **{**OPTIONS, "ns_coefficients": "you", "ns_steps": 4})

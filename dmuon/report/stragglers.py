@@ -76,7 +76,7 @@ def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | Non
             return [None, None]
         try:
             assert plan.costs is not None
-            own = planned_ranks(hosts, pools, speeds)
+            own = planned_ranks(hosts, plan.solution.starts_ns or (0,) * plan.world, pools, speeds)
             found = replace(plan, solution=solve_plan(plan.matrices, own, plan.costs, solve or SolveOptions()))
             _tell(ranks, works, took, speeds, found)
             return [None, found.to_json()]

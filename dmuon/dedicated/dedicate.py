@@ -32,7 +32,7 @@ from dmuon.comm.monitor import forget_groups
 from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
-from dmuon.dedicated.dedication import Dedication, dedication_of, dedications, places_in
+from dmuon.dedicated.dedication import Dedication, dedication_of, dedications, places_in, planned_ns
 from dmuon.dedicated.initial_values import (
     Initialize,
     check_initialize,
@@ -203,7 +203,7 @@ def dedicate_params(
         check_parameters(whole, routes, topology.ranks)
         tensor_mesh = tensor_mesh_of(routes)
         split_over = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
-        seat = (gethostname(), split_over)
+        seat = (gethostname(), split_over, planned_ns(inner.runtime for inner in dedications(whole)))
         return Inspected(
             roots,
             whole,
@@ -216,7 +216,7 @@ def dedicate_params(
 
     try:
         inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
-        context, hosts = _connect(mesh, topology, group, options, inspected, seats)
+        context, seats = _connect(mesh, topology, group, options, inspected, seats)
         result = make_plan(
             inspected.matrices(),
             context.control,
@@ -224,7 +224,8 @@ def dedicate_params(
             costs=costs,
             solve=solve,
             plan=plan,
-            hosts=hosts,
+            hosts=[host for host, _, _ in seats],
+            starts=[start for _, _, start in seats],
             pools=inspected.pools(context.topology),
             ranks=ranks,
             ns=NsOptions.named(ns_options),
@@ -361,20 +362,20 @@ def _connect(
     options: CommOptions,
     inspected: Inspected,
     seats: list[Seat],
-) -> tuple[Comm, list[str]]:
+) -> tuple[Comm, list[Seat]]:
     """Compare the models of all tensor-parallel ranks too, and make the process groups.
 
     Returns:
-        What blocks need to communicate, and the host of every rank.
+        What blocks need to communicate, and the seat of every rank.
     """
-    topology = topology.with_tensor_parallel([ranks for _, ranks in seats])
+    topology = topology.with_tensor_parallel([ranks for _, ranks, _ in seats])
     control = group
     if topology.tensor > 1:
         control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
         # Before the other groups: which are made goes by the options.
         seats = require_same(control, topology.ranks, None, inspected.description, inspected.seat)
     context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
-    return context, [host for host, _ in seats]
+    return context, seats
 
 
 @contextmanager

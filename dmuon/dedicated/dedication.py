@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.context import Comm
+from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import BufferState, GradState
 from dmuon.dedicated.matrix import OwnedMatrix, Part, of_rows, resting, whole_parameter
@@ -29,7 +30,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Parcel, Region
-from dmuon.layout.topology import GlobalRank
+from dmuon.layout.topology import GlobalRank, position_in
 from dmuon.model.blocks import canonical_fqn, unwrapped
 from dmuon.model.routing import Route
 from dmuon.platform.torch_private import local_tensor
@@ -269,6 +270,12 @@ def dedicated_residencies(params: Iterable[Tensor]) -> list[Dedicated]:
                 "keep a reference to the model until its optimizer is built"
             )
     return [Dedicated(runtime, of_model) for runtime, of_model in members.items()]
+
+
+def planned_ns(runtimes: Iterable[Runtime]) -> int:
+    """What this rank is predicted to take for what it owns of dedicated models, in nanoseconds."""
+    plans = ((one.plan.solution.loads_ns, one.comm.topology.ranks) for one in runtimes)
+    return sum(loads[position_in(ranks, this_rank())] for loads, ranks in plans)
 
 
 class Dedicated(Residency):

@@ -52,6 +52,7 @@ def exchange_for(
     last: Exchange | None,
     ns: NsOptions,
     strategies: Mapping[int, Strategy | Literal["auto"]],
+    start_ns: int,
 ) -> Exchange | None:
     """How an optimizer exchanges ``params``; None if every parameter is local to one rank. Collective.
 
@@ -63,6 +64,7 @@ def exchange_for(
         last: the same optimizer's before, whose process groups, and plans that still fit, are used again.
         ns: how it orthogonalizes.
         strategies: by ``id``, of those parameters that have not just owners.
+        start_ns: what this rank is predicted to take for what is not exchanged.
 
     Raises:
         ValueError: strategies beside a user's own functions.
@@ -93,7 +95,7 @@ def exchange_for(
     first = FirstError(refused, through=(CollectiveError,))
     with first:  # ranks that share other matrices with this one must hear of whatever is raised
         if layouts is not None and assigned is recipe:
-            layouts = state[LAYOUTS] = plan(layouts, old, ns)
+            layouts = state[LAYOUTS] = plan(layouts, old, ns, start_ns)
             state["assignments"] = planned_owners(layouts, this_rank())
             owners = tuple(state["assignments"].values())
         elif params:

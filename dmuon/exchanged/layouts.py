@@ -282,19 +282,22 @@ def _described_pieces(layout: ShardLayout) -> str:
 # -- who owns what --------------------------------------------------------------------------------------------------
 
 
-def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = None) -> Layouts:
+def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = None, start_ns: int = 0) -> Layouts:
     """``layouts`` with plans of who owns what. Collective over the ranks that share parameters.
+
+    Domains of few ranks are planned first: those of many level what these leave uneven.
 
     Args:
         last: of the same optimizer before. Ranks that share the same matrices as then keep their plan: they agree on
             the matrices, and so on this as well.
         ns: the Newton–Schulz run that costs are of; None: the default one.
+        start_ns: what this rank is predicted to take for what is not exchanged.
     """
     options = layouts.recipe.options
     plans: dict[Ranks, OwnerPlan] = {}
     choices: dict[str, Choice] = {}
     first = FirstError(through=(CollectiveError,))
-    for ranks, domain in layouts.domains.items():
+    for ranks, domain in sorted(layouts.domains.items(), key=lambda item: (len(item[0]), item[0])):
         matrices, pools = shared_matrices(layouts, ranks)
         if not matrices:
             continue
@@ -303,14 +306,16 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
             _log.debug("ranks %s share the same matrices as before, and keep their plan", ranks)
             plans[ranks] = old
             choices |= {m.name: last.choices[m.name] for m in matrices if last is not None and m.name in last.choices}
+            start_ns += _predicted_ns(matrices, choices, old, domain.position)
             continue
         with first:  # the ranks of the next domains wait for this one
             per_byte = _NOMINAL_NS_PER_BYTE if options.costs == "flops" else link_ns_per_byte(domain)
-            plans[ranks] = _planned(domain, matrices, pools, options, per_byte, ns)
+            plans[ranks] = _planned(domain, matrices, pools, options, per_byte, ns, start_ns)
             if pools is None and "auto" in layouts.strategies:
-                chosen, rest = _chosen(layouts, domain, matrices, plans.pop(ranks), per_byte, ns)
+                chosen, rest = _chosen(layouts, domain, matrices, plans.pop(ranks), per_byte, ns, start_ns)
                 choices |= chosen
                 plans |= {} if rest is None else {ranks: rest}
+            start_ns += _predicted_ns(matrices, choices, plans.get(ranks), domain.position)
             if domain.position == 0 and ranks in plans:
                 _tell(plans[ranks], ranks)
     first.throw()
@@ -320,6 +325,15 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
     return replace(layouts, plans=plans, strategies=tuple(strategies), choices=choices)
 
 
+def _predicted_ns(
+    matrices: Sequence[Matrix], choices: Mapping[str, Choice], plan: OwnerPlan | None, position: Position
+) -> int:
+    """What one rank takes for its share of ``matrices``, of which ``plan`` has those that are left to owners."""
+    chosen = [choices[matrix.name].predicted_ns for matrix in matrices if matrix.name in choices]
+    owned = 0 if plan is None or len(chosen) == len(matrices) else plan.solution.loads_ns[position]
+    return owned + round(sum(chosen))
+
+
 def _chosen(
     layouts: Layouts,
     domain: Domain,
@@ -327,6 +341,7 @@ def _chosen(
     plan: OwnerPlan,
     per_byte: float,
     ns: NsOptions | None,
+    start_ns: int,
 ) -> tuple[dict[str, Choice], OwnerPlan | None]:
     """What is better not left to owners, of parameters of strategy ``"auto"``, and the plan of the rest, if any."""
     options = layouts.recipe.options
@@ -343,7 +358,7 @@ def _chosen(
     whole = {matrix.name for matrix in of_auto if matrix.name in auto}
 
     def replan(some: Sequence[Matrix]) -> OwnerPlan:
-        return _planned(domain, some, None, options, per_byte, ns)
+        return _planned(domain, some, None, options, per_byte, ns, start_ns)
 
     return choose(matrices, whole, small, plan, replan, link, domain.device, ns or NsOptions())
 
@@ -388,9 +403,10 @@ def _planned(
     options: LayoutOptions,
     per_byte: float,
     ns: NsOptions | None,
+    start_ns: int,
 ) -> OwnerPlan:
-    said: list[tuple[str, Speeds]] = agree(domain.group, None, (gethostname(), options.ranks))
-    other = next((rank for rank, (_, ranks) in zip(domain.ranks, said, strict=True) if ranks != said[0][1]), None)
+    said: list[tuple[str, Speeds, int]] = agree(domain.group, None, (gethostname(), options.ranks, start_ns))
+    other = next((rank for rank, (_, ranks, _) in zip(domain.ranks, said, strict=True) if ranks != said[0][1]), None)
     if other is not None:
         raise ValueError(
             f"rank {other} was given ranks={said[position_in(domain.ranks, other)][1]!r}, and rank {domain.ranks[0]} "
@@ -402,7 +418,8 @@ def _planned(
         domain.device,
         costs=options.costs,
         solve=options.solve,
-        hosts=[host for host, _ in said],
+        hosts=[host for host, _, _ in said],
+        starts=[start for _, _, start in said],
         pools=pools,
         ns_per_byte=per_byte,
         ranks=options.ranks,

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
-from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies
+from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies, planned_ns
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.runtime import runtime_of
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
@@ -251,7 +252,8 @@ def find_residencies(
     for fault in filter(None, map(fault_of, others)):
         raise ValueError(fault)
     labels = [names[id(p)] for p in others]
-    exchange = exchange_for(origin.config, origin.copies, others, labels, device, last, ns, strategies)
+    owned = planned_ns({runtime for param in params if (runtime := runtime_of(param)) is not None})
+    exchange = exchange_for(origin.config, origin.copies, others, labels, device, last, ns, strategies, owned)
     alone = [*idle, *(others if exchange is None else exchange.alone())]
     dedicated = dedicated_residencies(params)
     return [*dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]

@@ -186,7 +186,7 @@ def spread_over_all(layout: ShardLayout) -> Spread:
     return Spread(layout, positions(len(layout.pieces)))
 
 
-Strategy = Literal["owner", "replicated", "sharded"]
+Strategy = Literal["owner", "replicated", "sharded", "full_replication"]
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class Parcel:
     Attributes:
         spread: where each of them lies.
         owner: position in the domain of the rank that orthogonalizes them; where several do, of the first holder.
-        strategy: ``"owner"``: that rank alone; ``"replicated"``: each rank that has a part; ``"sharded"``: all of them
-            together, each a slice.
+        strategy: ``"owner"``: that rank alone; ``"replicated"`` and ``"full_replication"``: each rank that has a part;
+            ``"sharded"``: all of them together, each a slice.
     """
 
     count: int
@@ -246,7 +246,7 @@ class Parcel:
         spread = self.spread
         at = position if position in spread.pieces else self.owner
         copy = spread.copy_with(at)
-        if self.strategy == "replicated":
+        if self.strategy != "sharded":
             whole, piece = Piece.whole(self.layout.shape), copy.get(position)
             own = ({}, {}) if piece is None else ({position: whole}, {position: piece})
             return self._route(copy, dict.fromkeys(copy, whole)), self._route(*own)

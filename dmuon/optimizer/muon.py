@@ -122,10 +122,11 @@ class Muon(torch.optim.Optimizer):
             process groups of its own.
         qk_clip: scales queries and keys of heads with too large logits after each step.
         strategy: who orthogonalizes a matrix that several ranks hold and dmuon does not own: ``"owner"``: one rank, as
-            planned; ``"replicated"``: each of them; ``"sharded"``: all of them together; ``"auto"``: what is
-            predicted to take less time by a fifth. Or a mapping of patterns of names of parameters to these, such as
-            ``{"*.embed.*": "sharded"}``, of which the first that fits counts; the rest have owners. ``docs/ways.md``
-            says what each costs. State dicts fit whatever the strategy.
+            planned; ``"replicated"``: each of them; ``"full_replication"``: that, with momentum of the whole on each;
+            ``"sharded"``: all of them together; ``"auto"``: what is predicted to take less time by a fifth. Or a
+            mapping of patterns of names of parameters to these, such as ``{"*.embed.*": "sharded"}``, of which the
+            first that fits counts; the rest have owners. ``docs/ways.md`` says what each costs. State dicts fit
+            whatever the strategy.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -228,6 +229,7 @@ class Muon(torch.optim.Optimizer):
         self._dedicated: list[Dedicated] = []  # those among them, and the exchange
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
+        self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
         self._row_moments: RowMoments | None = None
         self._formats: list[list[object]] = []  # of the state, of each group
         self._rounds: list[Round] = []
@@ -529,6 +531,8 @@ class Muon(torch.optim.Optimizer):
         if self._split:
             restore_specs(self._split)
         changed: bool = not self._is_as_laid_out()
+        if self._exchange is not None and self._exchange.keeps_momentum:
+            self._exchange.edited = bool(self._momentum.replaced) or self._momentum.versions() != self._versions
         for again in (False, True):
             present: set[int] = set()
             try:
@@ -601,6 +605,7 @@ class Muon(torch.optim.Optimizer):
                 dedicated.end_update()
         if self._exchange is not None:
             self._exchange.end_update()
+            self._versions = self._momentum.versions() if self._exchange.keeps_momentum else []
         if self._qk_clip is not None:
             self._qk_clip.finish()
         if asked is not None and step.record is not None:

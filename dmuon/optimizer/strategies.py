@@ -13,7 +13,7 @@ from dmuon.model.matrix_spec import flat_of
 Given: TypeAlias = Strategy | Literal["auto"]
 STRATEGIES: tuple[str, ...] = (*get_args(Strategy), "auto")
 STRATEGY = "strategy"  # the option of a group that has its own
-_MISSING = ("full_replication", "fused")  # ways that others have
+_MISSING = ("fused",)  # a way that others have
 
 
 def check_strategy(strategy: object) -> None:

@@ -28,7 +28,7 @@ from dmuon import create_dtensor_config
 from dmuon.exchanged import layouts
 from dmuon.solver import CostTable
 
-WAYS = ("replicated", "sharded")
+WAYS = ("replicated", "sharded", "full_replication")
 SHAPES = [(12, 8), (7, 13), (2, 11), (9, 1), (4, 6, 5)]
 
 
@@ -164,7 +164,14 @@ def test_blocks_of_squares_run_on_slices(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("owner", "sharded"), ("sharded", "replicated"), ("replicated", "owner")]
+    ("first", "second"),
+    [
+        ("owner", "sharded"),
+        ("sharded", "replicated"),
+        ("replicated", "owner"),
+        ("owner", "full_replication"),
+        ("full_replication", "owner"),
+    ],
 )
 @on_ranks(2)
 def test_a_state_dict_of_one_strategy_loads_under_another(rank: int, world: int, first: str, second: str) -> None:
@@ -179,6 +186,39 @@ def test_a_state_dict_of_one_strategy_loads_under_another(rank: int, world: int,
     assert after.param_groups[0]["strategy"] == second
     weights.train(after, 1)
     weights.check(after)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_ranks_that_keep_momentum_whole_follow_what_others_change(rank: int, world: int, dtype: Any) -> None:
+    """It is loaded, scaled by all ranks, replaced, cleared, and changed by one rank that has a part of it."""
+    states: dict[str, list[Tensor]] = {}
+    for strategy in ("owner", "full_replication"):
+        weights = laid_by_hand(world)
+        optimizer = optimizer_of(weights, 1, strategy=strategy, momentum_dtype=dtype)
+        for change in range(6):
+            weights.give()
+            optimizer.step()
+            state = [optimizer.state[param] for param in weights.params]
+            if change == 0:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif change == 1:
+                for one in state:
+                    one["momentum_buffer"].mul_(0.25)
+            elif change == 2:
+                for one in state:
+                    one["momentum_buffer"] = one["momentum_buffer"] * 3
+            elif change == 3:
+                for one in state[::2]:
+                    del one["momentum_buffer"]
+            elif change == 4 and rank == 0:  # not of a copy, which are not alike then
+                for one in (one["momentum_buffer"] for one in state):
+                    if one.placements != (Replicate(),):
+                        local_tensor(one).neg_()
+        momenta = [optimizer.state[param]["momentum_buffer"] for param in weights.params]
+        states[strategy] = [whole(value).float() for value in (*momenta, *weights.params)]
+    for by_owner, kept in zip(*states.values(), strict=True):
+        assert (kept - by_owner).norm() <= 1e-5 * by_owner.norm()
 
 
 @on_ranks(2)
@@ -295,9 +335,12 @@ def automatic(rank: int, world: int) -> None:
 @pytest.mark.parametrize(
     ("strategy", "error", "message"),
     [
-        ("full_replication", ValueError, "'full_replication' is not implemented; use 'replicated'"),
         ("fused", ValueError, "'fused' is not implemented; use 'replicated'"),
-        ("shared", ValueError, "strategy='shared' is unknown; use one of owner, replicated, sharded, auto"),
+        (
+            "shared",
+            ValueError,
+            "strategy='shared' is unknown; use one of owner, replicated, sharded, full_replication, auto",
+        ),
         ({"*": "owners"}, ValueError, "strategy='owners' is unknown"),
         (None, TypeError, "strategy must be a name, or a mapping of patterns"),
         ({0: "owner"}, TypeError, "strategy must map patterns of names"),

@@ -31,6 +31,7 @@ from dmuon.planning.device_key import NsOptions
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
 from dmuon.step.full_replication import FullReplicationRound
+from dmuon.step.fused import FusedRound
 from dmuon.step.replicated import ReplicatedRound
 from dmuon.step.residency import Options, Residency, Sharing, layouts_and_gradients, memberships
 from dmuon.step.rounds import ExchangedRound, Round, exchanged_rounds, longest_first
@@ -42,6 +43,7 @@ _KINDS: Mapping[Strategy, type[ExchangedRound]] = {
     "replicated": ReplicatedRound,
     "sharded": ShardedRound,
     "full_replication": FullReplicationRound,
+    "fused": FusedRound,
 }
 
 
@@ -442,7 +444,7 @@ class LayoutExchange(Exchange):
                 first, last = task.numbers[0], task.numbers[-1]
                 name += f"[{first}]" if first == last else f"[{first}…{last}]"
             strategy = shared.parcel.strategy
-            owner = ranks[shared.parcel.owner] if strategy == "owner" else None
+            owner = ranks[shared.parcel.owner] if shared.parcel.has_owner else None
             row = _row(task.param, name, task.shape, "plain tensors", ranks, owner)
             rows.append(replace(row, count=task.count, strategy=strategy))
         return rows

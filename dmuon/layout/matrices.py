@@ -186,7 +186,7 @@ def spread_over_all(layout: ShardLayout) -> Spread:
     return Spread(layout, positions(len(layout.pieces)))
 
 
-Strategy = Literal["owner", "replicated", "sharded", "full_replication"]
+Strategy = Literal["owner", "replicated", "sharded", "full_replication", "fused"]
 
 
 @dataclass(frozen=True)
@@ -197,13 +197,18 @@ class Parcel:
         spread: where each of them lies.
         owner: position in the domain of the rank that orthogonalizes them; where several do, of the first holder.
         strategy: ``"owner"``: that rank alone; ``"replicated"`` and ``"full_replication"``: each rank that has a part;
-            ``"sharded"``: all of them together, each a slice.
+            ``"sharded"``: all of them together, each a slice; ``"fused"``: that one rank, later.
     """
 
     count: int
     spread: Spread
     owner: Position
     strategy: Strategy = "owner"
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether one rank alone orthogonalizes them."""
+        return self.strategy in ("owner", "fused")
 
     @property
     def layout(self) -> ShardLayout:
@@ -241,7 +246,7 @@ class Parcel:
 
         With copies, ranks that all orthogonalize get what they want out of the copy that they have part in.
         """
-        if self.strategy == "owner":
+        if self.has_owner:
             return self.to_owner, self.from_owner
         spread = self.spread
         at = position if position in spread.pieces else self.owner

@@ -13,7 +13,6 @@ from dmuon.model.matrix_spec import flat_of
 Given: TypeAlias = Strategy | Literal["auto"]
 STRATEGIES: tuple[str, ...] = (*get_args(Strategy), "auto")
 STRATEGY = "strategy"  # the option of a group that has its own
-_MISSING = ("fused",)  # a way that others have
 
 
 def check_strategy(strategy: object) -> None:
@@ -27,8 +26,6 @@ def check_strategy(strategy: object) -> None:
                 f"strategy must be a name, or a mapping of patterns of names of parameters to names, got {name!r}; "
                 f"use one of {', '.join(STRATEGIES)}"
             )
-        if name in _MISSING:
-            raise ValueError(f"strategy={name!r} is not implemented; use 'replicated'")
         if name not in STRATEGIES:
             raise ValueError(f"strategy={name!r} is unknown; use one of {', '.join(STRATEGIES)}")
 

@@ -40,6 +40,7 @@ from dmuon.platform.torch_private import (
     reduced_by_ddp,
     replicate_group,
     takes_uneven_inputs,
+    unsharded_together,
 )
 from dmuon.step.residency import Alone, Residency, like_param, part_like
 
@@ -92,6 +93,13 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
         return dist.get_rank(group) >= 0
     except (RuntimeError, ValueError):  # it was destroyed
         return False
+
+
+def blocks_of_fsdp() -> dict[int, tuple[Any, nn.Module]]:
+    """By ``id`` of the sharded parameter, what FSDP2 unshards it with, and the module."""
+    modules = [module for module in gc.get_objects() if issubclass(type(module), FSDPModule)]
+    groups = [(group, params, module) for module in modules for group, params in unsharded_together(module)]
+    return {id(param): (group, module) for group, params, module in groups for param in params}
 
 
 class Wrapping:

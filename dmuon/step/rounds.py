@@ -399,7 +399,8 @@ def exchanged_rounds(
             lanes.setdefault(key, {}).setdefault(batch.parcel.owner, []).append(batch)
     for (strategy, _, _), by_owner in lanes.items():
         kind = ExchangedRound if kinds is None else kinds[strategy]
-        packs = [_packed(sorted(by_owner[owner], key=order), small_numel, nbytes) for owner in sorted(by_owner)]
+        first = in_model_order if strategy == "fused" else order
+        packs = [_packed(sorted(by_owner[owner], key=first), small_numel, nbytes) for owner in sorted(by_owner)]
         for number, of_owners in enumerate(zip_longest(*packs, fillvalue=())):
             members = [batch for pack in of_owners for batch in pack]
             for some in [members] if together else [[batch] for batch in members]:

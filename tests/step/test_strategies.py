@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import OPTIONS, build
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
@@ -221,6 +223,84 @@ def test_ranks_that_keep_momentum_whole_follow_what_others_change(rank: int, wor
         assert (kept - by_owner).norm() <= 1e-5 * by_owner.norm()
 
 
+# -- when FSDP2 unshards -----------------------------------------------------------------------------------------------
+
+
+def fused(rank: int, _world: int, name: str, prefetched: bool, options: dict[str, Any]) -> None:
+    """Weights change no sooner than a block is unsharded, and state dicts hold what they change to."""
+    laid, other = lay(name, build()), lay(name, build())
+    if prefetched:
+        for block, coming in pairwise(laid.network.blocks):
+            block.set_modules_to_forward_prefetch([coming])
+    optimizer, by_owners = laid.optimizer(strategy="fused", **options), other.optimizer(**options)
+    assert {one.strategy for one in optimizer.exchanged()} == {"fused"}
+    muon = optimizer.param_groups[0]["params"]
+    for step in range(5):
+        for one, of_one in ((laid, optimizer), (other, by_owners)):
+            of_one.zero_grad()
+            one.backward(step)
+        before = [local_tensor(param).clone() for param in muon]
+        by_owners.step()
+        optimizer.step()
+        assert all(map(torch.equal, before, map(local_tensor, muon)))
+        if step == 1:
+            with torch.inference_mode():
+                laid.loss(step)
+        elif step == 2:
+            optimizer.state_dict()
+        elif step == 3:
+            laid.network.blocks[1].unshard()
+            laid.network.blocks[1].reshard()
+            changed = [not torch.equal(*pair) for pair in zip(before, map(local_tensor, muon), strict=True)]
+            assert any(changed)
+    weights, state = full_state(laid.network), copy.deepcopy(get_model_state_dict(laid.network))  # flushed by that
+    assert_equal_weights(weights, full_state(other.network))
+    assert options or not assert_equal_weights(weights, reference_weights(5, matrix=is_matrix))
+    assert_same_over_ranks(weights)
+    for one, of_one in ((laid, optimizer), (other, by_owners)):
+        one.backward(5)
+        of_one.step()
+    assert {one.ns_matrices for one in (optimizer.last_step,)} == {0}
+    optimizer.flush()
+    assert optimizer.last_step.ns_matrices == by_owners.last_step.ns_matrices
+    assert_equal_weights(full_state(laid.network), full_state(other.network))
+    optimizer.step()
+    set_model_state_dict(laid.network, copy.deepcopy(state))  # which comes after the step
+    optimizer.flush()
+    assert_equal_weights(full_state(laid.network), weights)
+    for _ in range(2):  # a state dict holds the last update also of an optimizer that is gone
+        by_owners.step()
+    set_model_state_dict(other.network, copy.deepcopy(state))
+    by_owners.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    by_owners.step()
+    del optimizer
+    assert_equal_weights(full_state(laid.network), full_state(other.network))
+
+
+@pytest.mark.parametrize(
+    ("name", "prefetched", "options"),
+    [
+        ("fsdp2-2", False, {}),
+        ("fsdp2-2", True, {"second_moment": "row", "ns_dtype": torch.float16}),
+        pytest.param("fsdp2-3", True, {}, marks=pytest.mark.slow),
+        pytest.param("fsdp2-hsdp", True, {"second_moment": "row"}, marks=pytest.mark.slow),
+        pytest.param("fsdp2-tp", False, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_updates_wait_until_fsdp_unshards(
+    ranks: RankPool, name: str, prefetched: bool, options: dict[str, Any]
+) -> None:
+    ranks(LAYOUTS[name].world, fused, name, prefetched, options)
+
+
+@on_ranks(2)
+def test_what_fsdp_does_not_unshard_cannot_wait(rank: int, world: int) -> None:
+    for laid in (lay("ddp", build()), lay("tp-alone", build())):
+        with pytest.raises(ValueError, match=r"strategy='fused' for '.*blocks.*', which no fully_shard unshards"):
+            laid.optimizer(strategy="fused")
+
+
 @on_ranks(2)
 def test_patterns_and_groups_say_which_matrices(rank: int, world: int) -> None:
     """The first pattern that fits counts, the rest have owners; and what is recorded is the same."""
@@ -335,11 +415,10 @@ def automatic(rank: int, world: int) -> None:
 @pytest.mark.parametrize(
     ("strategy", "error", "message"),
     [
-        ("fused", ValueError, "'fused' is not implemented; use 'replicated'"),
         (
             "shared",
             ValueError,
-            "strategy='shared' is unknown; use one of owner, replicated, sharded, full_replication, auto",
+            "strategy='shared' is unknown; use one of owner, replicated, sharded, full_replication, fused, auto",
         ),
         ({"*": "owners"}, ValueError, "strategy='owners' is unknown"),
         (None, TypeError, "strategy must be a name, or a mapping of patterns"),

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
-from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies
+from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies, sharded_together
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
@@ -290,7 +290,11 @@ def find_residencies(
     for fault in filter(None, map(fault_of, others)):
         raise ValueError(fault)
     labels = [names[id(p)] for p in others]
-    exchange = exchange_for(origin.config, origin.copies, others, labels, device, last, ns, strategies)
+    copies = origin.copies
+    if origin.config is None and dist.is_initialized():
+        left = sharded_together()
+        copies = copies | {id(p): left[id(p)] for p in others if id(p) in left and not isinstance(p, DTensor)}
+    exchange = exchange_for(origin.config, copies, others, labels, device, last, ns, strategies)
     alone = [*idle, *(others if exchange is None else exchange.alone())]
     dedicated = dedicated_residencies(params)
     return [*dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]

@@ -223,6 +223,61 @@ def test_ranks_that_keep_momentum_whole_follow_what_others_change(rank: int, wor
         assert (kept - by_owner).norm() <= 1e-5 * by_owner.norm()
 
 
+# -- what dedicate_params leaves to all ranks ---------------------------------------------------------------------------
+
+
+def left(_rank: int, _world: int, name: str) -> None:
+    laid = lay(name, build(), strategy={"*.up.*": "sharded", "blocks.1.down.weight": "sharded"})
+    optimizer = laid.optimizer()
+    for step in range(3):
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+        assert optimizer.last_step.ns_matrices
+    shared = {one.name: one.strategy for one in optimizer.exchanged()}
+    expected = {f"blocks.{i}.up.weight" for i in range(3)} | {"blocks.1.down.weight"}
+    assert shared == dict.fromkeys(expected, "sharded")
+    weights = full_state(laid.network)
+    assert_equal_weights(weights, reference_weights(3, matrix=is_matrix))
+    assert_same_over_ranks(weights)
+    for text in (dmuon.explain(laid.model), dmuon.explain(laid.model, optimizer)):
+        assert text.count("left to fully_shard") == 4
+    with pytest.raises(ValueError, match="dedicate_params was told 'sharded': leave it out here"):
+        laid.optimizer(strategy={"*.up.*": "replicated"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1d",
+        "1d-two-lines",
+        "ddp-2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("1d-3", "hsdp", "hsdp-two-lines", "tp-fsdp")),
+    ],
+)
+def test_a_dedicated_model_leaves_matrices_to_all_ranks(ranks: RankPool, name: str) -> None:
+    ranks(LAYOUTS[name].world, left, name)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error", "message"),
+    [
+        ("replicated", ValueError, "strategy='replicated' of dedicate_params: a matrix has an owner"),
+        ({"*.up.*": "auto"}, ValueError, "strategy='auto' of dedicate_params: a matrix has an owner"),
+        (None, TypeError, "strategy must be a name, or a mapping of patterns"),
+    ],
+)
+@on_ranks(2)
+def test_dedication_knows_two_strategies(
+    rank: int, world: int, strategy: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        lay("1d", build(), strategy=strategy)
+    if isinstance(strategy, str):
+        with pytest.raises(ValueError, match="rank 1"):
+            lay("1d", build(), strategy={f"blocks.{rank}.*": "sharded"})
+
+
 # -- when FSDP2 unshards -----------------------------------------------------------------------------------------------
 
 

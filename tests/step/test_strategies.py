@@ -223,7 +223,7 @@ def test_ranks_that_keep_momentum_whole_follow_what_others_change(rank: int, wor
         assert (kept - by_owner).norm() <= 1e-5 * by_owner.norm()
 
 
-# -- what dedicate_params leaves to all ranks ---------------------------------------------------------------------------
+# -- what dedicate_params leaves to all ranks --------------------------------------------------------------------------
 
 
 def left(_rank: int, _world: int, name: str) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
 from socket import gethostname
@@ -103,6 +105,7 @@ def dedicate_params(
     ns_coefficients: str | tuple[Any, ...] | None = None,
     ns_steps: int | None = None,
     ns_dtype: torch.dtype | None = None,
+    strategy: str | Mapping[str, str] = "owner",
 ) -> OwnerPlan:
     """Give every matrix of every block to one owner rank; afterwards the others hold zero-size placeholders.
 
@@ -156,6 +159,9 @@ def dedicate_params(
             checkpoint is loaded. What writes to other modules' tensors is refused.
         ns_coefficients, ns_steps, ns_dtype: as of ``dmuon.Muon``, which takes them from here and refuses others. Costs
             are those of this run. None leaves them to the optimizer, and plans by its defaults.
+        strategy: who orthogonalizes a matrix: ``"owner"``, or ``"sharded"``: all ranks together. Or a mapping of
+            patterns of names to these, of which the first that fits counts; the rest have owners. A sharded matrix is
+            left to ``dmuon.fully_shard``, and lies whole on every rank without that; ``Muon`` knows of it.
 
     Returns:
         The plan: owners, predicted loads, and a report.
@@ -196,7 +202,7 @@ def dedicate_params(
         check_initialize(whole, initialize)
         excluded = excluded_modules(whole)
         theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
-        routes = route_to_blocks(whole, select, blocks, exclude, theirs)
+        routes = _some_left(route_to_blocks(whole, select, blocks, exclude, theirs), strategy)
         for route in routes:
             if route.muon:
                 remember_spec(route.param, route.spec, route.fault)
@@ -241,6 +247,31 @@ def dedicate_params(
     return result
 
 
+def _some_left(routes: Sequence[Route], strategy: str | Mapping[str, str]) -> list[Route]:
+    """``routes``, without owners of what all ranks shall orthogonalize together.
+
+    Raises:
+        TypeError, ValueError: ``strategy`` is nothing that dedication knows.
+    """
+    given = {"*": strategy} if isinstance(strategy, str) else strategy
+    if not isinstance(given, Mapping) or not all(isinstance(one, str) for pair in given.items() for one in pair):
+        raise TypeError(f"strategy must be a name, or a mapping of patterns of names to names, got {strategy!r}")
+    for name in given.values():
+        if name not in ("owner", "sharded"):
+            raise ValueError(
+                f"strategy={name!r} of dedicate_params: a matrix has an owner ('owner'), or all ranks orthogonalize it "
+                "together ('sharded'); others are for dmuon.Muon(model, strategy=…) of a model that was not dedicated"
+            )
+    reason = "strategy='sharded': left to fully_shard, and all ranks orthogonalize it together"
+    result: list[Route] = []
+    for route in routes:
+        way = next((way for pattern, way in given.items() if fnmatchcase(route.fqn, pattern)), "owner")
+        if way == "sharded" and route.block is not None:
+            route = replace(route, block=None, block_module=None, reason=reason, sharded=True)
+        result.append(route)
+    return result
+
+
 @cache
 def _watch_optimizers() -> RemovableHandle:
     """Warn if the first optimizer that steps owned matrices is not Muon. Later steps are not looked at.
@@ -276,6 +307,8 @@ def _tell(routes: Sequence[Route], plan: OwnerPlan, comm: Comm, weights: str) ->
         return
     if (told := notice(routes)) is not None:
         _log.warning("%s", told)
+    if left := [route.fqn for route in routes if route.sharded]:
+        _log.info("%d tensors, such as %s, are left to fully_shard and to all ranks together", len(left), left[0])
     _log.info("dedicated %s; mesh: %s, whole weights %s after forward", plan.summary(), topology.text, weights)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("loads, batches and variants of what was dedicated:\n%s", plan.report())

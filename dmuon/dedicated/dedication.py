@@ -47,6 +47,7 @@ class Dedication:
 
     Attributes:
         is_list: it is of several modules, or of a list of one.
+        shares: all ranks orthogonalize some matrices together.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Dedication:
         self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}
         self._originals = [weakref.ref(r.param) for r in routes if r.block is not None]
         self.is_list = "" not in roots
+        self.shares = any(route.sharded for route in routes)
         self._prefixes = weakref.WeakKeyDictionary({unwrapped(root): prefix for prefix, root in roots.items()})
         for root in roots.values():
             mark(root, self)
@@ -105,6 +107,16 @@ def averaged_by_dmuon() -> set[int]:
     """By ``id``, all parameters that dedicated models hold: dmuon averages their gradients, or knows who does."""
     found = {dedication for root in living() if (dedication := dedication_of(root)) is not None}
     return set().union(*(dedication.runtime.param_ids() for dedication in found))
+
+
+def sharded_together() -> dict[int, dist.ProcessGroup]:
+    """By ``id``, what dedicated models have left to all ranks together, and the ranks that average its gradients."""
+    found: dict[int, dist.ProcessGroup] = {}
+    for root in living():
+        if (dedication := dedication_of(root)) is not None and dedication.shares:
+            routes = dedication.routes(root)
+            found |= {id(route.param): dedication.runtime.comm.group for route in routes if route.sharded}
+    return found
 
 
 def places_in(model: nn.Module) -> dict[str, object]:

@@ -381,7 +381,7 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
     pools: list[set[str]] = [{""} for _ in ranks]
     columns = zip(layouts.params, layouts.labels, layouts.placed, layouts.strategies, strict=True)
     for param, label, placed, strategy in columns:
-        if placed is None or placed.ranks != ranks or strategy not in ("owner", "auto"):
+        if placed is None or placed.ranks != ranks or strategy not in ("owner", "auto", "fused"):
             continue
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
             if len(share.holders) == 1:

@@ -182,7 +182,7 @@ def spread_over_all(layout: ShardLayout) -> Spread:
     return Spread(layout, positions(len(layout.pieces)))
 
 
-Strategy = Literal["owner", "replicated", "sharded"]
+Strategy = Literal["owner", "replicated", "sharded", "full_replication", "fused"]
 
 
 @dataclass(frozen=True)
@@ -192,14 +192,19 @@ class Parcel:
     Attributes:
         spread: where each of them lies.
         owner: position in the domain of the rank that orthogonalizes them; where several do, of the first holder.
-        strategy: ``"owner"``: that rank alone; ``"replicated"``: each rank that has a part; ``"sharded"``: all of them
-            together, each a slice.
+        strategy: ``"owner"``: that rank alone; ``"replicated"`` and ``"full_replication"``: each rank that has a part;
+            ``"sharded"``: all of them together, each a slice; ``"fused"``: that one rank, later.
     """
 
     count: int
     spread: Spread
     owner: Position
     strategy: Strategy = "owner"
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether one rank alone orthogonalizes them."""
+        return self.strategy in ("owner", "fused")
 
     @property
     def layout(self) -> ShardLayout:
@@ -237,12 +242,12 @@ class Parcel:
 
         With copies, ranks that all orthogonalize get what they want out of the copy that they have part in.
         """
-        if self.strategy == "owner":
+        if self.has_owner:
             return self.to_owner, self.from_owner
         spread = self.spread
         at = position if position in spread.pieces else self.owner
         copy = spread.copy_with(at)
-        if self.strategy == "replicated":
+        if self.strategy != "sharded":
             whole, piece = Piece.whole(self.layout.shape), copy.get(position)
             own = ({}, {}) if piece is None else ({position: whole}, {position: piece})
             return self._route(copy, dict.fromkeys(copy, whole)), self._route(*own)

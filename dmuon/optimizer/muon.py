@@ -46,13 +46,21 @@ from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.strategies import Given, check_strategy, strategies_of
-from dmuon.optimizer.wrapping import Averagers, Wrapping, check_moment, find_residencies, replicated_by_ddp
+from dmuon.optimizer.wrapping import (
+    Averagers,
+    Wrapping,
+    blocks_of_fsdp,
+    check_moment,
+    find_residencies,
+    replicated_by_ddp,
+)
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform import host
 from dmuon.platform.options import check_flag, refuse_unknown
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
+from dmuon.step.fused import Deferred, FusedRound
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
@@ -119,8 +127,9 @@ class Muon(torch.optim.Optimizer):
             process groups of its own.
         qk_clip: scales queries and keys of heads with too large logits after each step.
         strategy: who orthogonalizes a matrix that several ranks hold and dmuon does not own: ``"owner"``: one rank, as
-            planned; ``"replicated"``: each of them; ``"sharded"``: all of them together; ``"auto"``: what is
-            predicted to take less time by a fifth. Or a mapping of patterns of names of parameters to these, such as
+            planned; ``"replicated"``: each of them; ``"full_replication"``: that, with momentum of the whole on each;
+            ``"sharded"``: all of them together; ``"fused"``: one rank, before FSDP2 next unshards it; ``"auto"``: what
+            is predicted to take less time by a fifth. Or a mapping of patterns of names of parameters to these, such as
             ``{"*.embed.*": "sharded"}``, of which the first that fits counts; the rest have owners. ``docs/ways.md``
             says what each costs. State dicts fit whatever the strategy.
 
@@ -225,12 +234,14 @@ class Muon(torch.optim.Optimizer):
         self._dedicated: list[Dedicated] = []  # those among them, and the exchange
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
+        self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
         self._row_moments: RowMoments | None = None
         self._formats: list[list[object]] = []  # of the state, of each group
         self._rounds: list[Round] = []
         self._prefetch = 1
         self._schedule = Schedule((), self._prefetch)
         self._early: EarlyUpdates | None = None
+        self._deferred: Deferred | None = None
         self._done: list[Done] = []
         self._asked: MatrixRecord | None = None
         self._checked: list[Description] = []  # options of each group, which were found to be in order
@@ -324,6 +335,7 @@ class Muon(torch.optim.Optimizer):
         Collective, as building the optimizer is. State is created at once, so that a checkpoint can be loaded before
         the first step; that of parameters that no group holds any more is forgotten.
         """
+        self.flush()
         self._find_device()
         restore_specs(self._split)
         carry_over(self.param_groups, self._laid_out or [], self._origin.names, self._specs)
@@ -363,7 +375,11 @@ class Muon(torch.optim.Optimizer):
         self._specs = {id(p): spec_of(p) for p in muon}
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
-        self._schedule = Schedule(rounds, self._prefetch)
+        fused = [round_ for round_ in rounds if isinstance(round_, FusedRound)]
+        if fused and self._qk_clip is not None:
+            raise ValueError("qk_clip scales weights in step(), and strategy='fused' changes them later: use 'owner'")
+        self._deferred = Deferred(fused, blocks_of_fsdp(), self._names) if fused else None
+        self._schedule = Schedule([one for one in rounds if not isinstance(one, FusedRound)], self._prefetch)
         self._batched = [*{id(p): p for batch in batches for p in batch.params}.values()]
         updates = Counter(id(p) for batch in batches for p in batch.params)
         self._updates = {key: count for key, count in updates.items() if count > 1}
@@ -379,6 +395,11 @@ class Muon(torch.optim.Optimizer):
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
         self._averagers.forget()
         tell_products(self.param_groups, residencies, rounds)
+
+    def flush(self) -> None:
+        """Apply what strategy ``"fused"`` has left for later. Collective if it has left anything."""
+        if self._deferred is not None:
+            self._deferred.finish()
 
     def _with_row_moments(self, rounds: Sequence[Round]) -> RowMoments | None:
         """Second moments of rows for the groups that have them; None where none has.
@@ -423,7 +444,8 @@ class Muon(torch.optim.Optimizer):
         return held == self._laid_out
 
     def _follow(self) -> None:
-        """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
+        """Flush, and lay out anew if groups hold other parameters than before. Collective then, as building is."""
+        self.flush()
         if not self._is_as_laid_out():
             self._lay_out()
         for group in self.param_groups:  # of which something may have been unfrozen since
@@ -446,6 +468,7 @@ class Muon(torch.optim.Optimizer):
             TypeError, ValueError: options, state or gradients that cannot be used.
         """
         check_moment(self._device, self._wrapping, copied=bool(self._origin.copies), params=self._names.keys())
+        self.flush()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -524,6 +547,8 @@ class Muon(torch.optim.Optimizer):
         if self._split:
             restore_specs(self._split)
         changed: bool = not self._is_as_laid_out()
+        if self._exchange is not None and self._exchange.keeps_momentum:
+            self._exchange.edited = bool(self._momentum.replaced) or self._momentum.versions() != self._versions
         for again in (False, True):
             present: set[int] = set()
             try:
@@ -571,6 +596,8 @@ class Muon(torch.optim.Optimizer):
         asked, self._asked = self._asked, None
         record = None if asked is None else StepRecord()
         step = Step(options, present, self._timer, record, self._done, self._row_moments)
+        if self._deferred is not None:
+            self._deferred.begin(step)
         for round_ in self._schedule.drive(step):
             if round_ is None:  # the last update is on its way
                 with self._timer.phase("adamw"):
@@ -594,9 +621,11 @@ class Muon(torch.optim.Optimizer):
                 dedicated.end_update()
         if self._exchange is not None:
             self._exchange.end_update()
+            self._versions = self._momentum.versions() if self._exchange.keeps_momentum else []
         if self._qk_clip is not None:
             self._qk_clip.finish()
         if asked is not None and step.record is not None:
+            self.flush()
             asked.fill(step.record, self._residencies, self._names)
         if self._early is not None:
             self._early.forget()

@@ -202,6 +202,11 @@ class Momentum:
                 row.check(value)
                 self.replaced.append((row, value))
 
+    def versions(self) -> list[tuple[int, int]]:
+        """What counts the changes of momentum, by users, loads and steps: of what is shown, and of what that shows."""
+        shown = [(row.local, self.shown.get(id(row.like))) for row in self._rows]
+        return [(local._version, 0 if one is None else one._version) for local, one in shown]
+
     def adopt(self, state: _State) -> None:
         """Take over what :meth:`check` has found; zeros where momentum was cleared.
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
-from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies, planned_ns
+from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies, planned_ns, sharded_together
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.exchanged.exchange import Exchange, exchange_for
@@ -41,6 +41,7 @@ from dmuon.platform.torch_private import (
     reduced_by_ddp,
     replicate_group,
     takes_uneven_inputs,
+    unsharded_together,
 )
 from dmuon.step.residency import Alone, Residency
 
@@ -92,6 +93,13 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
         return dist.get_rank(group) >= 0
     except (RuntimeError, ValueError):  # it was destroyed
         return False
+
+
+def blocks_of_fsdp() -> dict[int, tuple[Any, nn.Module]]:
+    """By ``id`` of the sharded parameter, what FSDP2 unshards it with, and the module."""
+    modules = [module for module in gc.get_objects() if issubclass(type(module), FSDPModule)]
+    groups = [(group, params, module) for module in modules for group, params in unsharded_together(module)]
+    return {id(param): (group, module) for group, params, module in groups for param in params}
 
 
 class Wrapping:
@@ -252,8 +260,12 @@ def find_residencies(
     for fault in filter(None, map(fault_of, others)):
         raise ValueError(fault)
     labels = [names[id(p)] for p in others]
+    copies = origin.copies
+    if origin.config is None and dist.is_initialized():
+        left = sharded_together()
+        copies = copies | {id(p): left[id(p)] for p in others if id(p) in left and not isinstance(p, DTensor)}
     owned = planned_ns({runtime for param in params if (runtime := runtime_of(param)) is not None})
-    exchange = exchange_for(origin.config, origin.copies, others, labels, device, last, ns, strategies, owned)
+    exchange = exchange_for(origin.config, copies, others, labels, device, last, ns, strategies, owned)
     alone = [*idle, *(others if exchange is None else exchange.alone())]
     dedicated = dedicated_residencies(params)
     return [*dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]

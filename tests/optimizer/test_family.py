@@ -70,7 +70,7 @@ def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, member
 
 
 @EVERY
-@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+@pytest.mark.parametrize("strategy", ["replicated", "sharded", "full_replication"])
 @on_ranks(2)
 def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member: str, strategy: str) -> None:
     if (member, strategy) == ("function", "sharded"):

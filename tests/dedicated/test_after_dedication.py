@@ -28,20 +28,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import dmuon
 
 
-def data_parallel_afterwards(rank: int, world: int) -> None:
-    """Without devices it only calls the module; with them it would copy the parameters, which is refused."""
-    model = dedicated()
-    wrapped = nn.DataParallel(model)
-    assert_equal_weights(trained(model, rank, world, wrapper=wrapped), reference_weights(2))
-    with pytest.raises(RuntimeError, match="is owned by dmuon"):
-        copy.deepcopy(wrapped)
-
-
-@pytest.mark.pitfall("P55")
-def test_data_parallel_after_dedication_changes_nothing_on_the_cpu(ranks: RankPool) -> None:
-    ranks(2, data_parallel_afterwards)
-
-
 def operations(rank: int, world: int) -> dict[str, str]:
     """What each use of a resting weight raises; every rank does them alone, so one that communicated would hang."""
     model = dedicated()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 from dataclasses import replace
@@ -26,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dmuon
-from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.integrations import require_whole
@@ -384,31 +382,6 @@ def test_the_rest_is_routed_as_in_the_whole_model(rank: int, world: int) -> None
         plan = dmuon.dedicate_params(model, mesh, costs="flops", exclude=["*.router", "*.bias"])
         routed[before] = {name for name in plan.owners if ".experts." not in name}
     assert routed[True] == routed[False] == {f"blocks.{i}.mix.weight" for i in range(LAYERS)}
-
-
-@on_ranks(2)
-def test_a_list_of_one_is_named_as_a_list_and_outlives_its_neighbours(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    one, (first, second) = Model().blocks[0].experts, (block.experts for block in Model().blocks)
-    assert {*dmuon.dedicate_params([one], mesh, costs="flops").owners} >= {"0.up[0]", "0.down[3]"}
-    dmuon.dedicate_params([first, second], mesh, costs="flops", exclude=["*.bias"])
-    runtime = dedications(second)[0].runtime
-    del first
-    gc.collect()
-    assert id(second.bias) in runtime.param_ids(), "it is averaged, whatever became of the other"
-
-
-@on_ranks(2)
-def test_passes_of_a_list_begin_with_its_first_module(rank: int, world: int) -> None:
-    """What comes after the last one is not the first one: after a pass nothing is fetched ahead."""
-    model, _ = half_dedicated()
-    runtime = dedications(model)[0].runtime
-    tokens, _ = batch(0, rank, world)
-    with torch.no_grad():
-        for _ in range(3):
-            model(tokens)
-    assert runtime.blocks[-1] not in runtime.order.following
-    assert all(buffer.state is BufferState.FREED for buffer in runtime.buffers)
 
 
 @on_ranks(2)

@@ -10,11 +10,9 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
 from harness.network import full_state, loss_of, shard
-from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay, runtime_of
 from harness.toy import OPTIONS, WIDTH, batch, build
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
@@ -119,33 +117,6 @@ def gradient_storage(_rank: int, _world: int, name: str) -> tuple[int, int]:
 def test_gradients_keep_no_memory_of_what_others_own(ranks: RankPool, name: str) -> None:
     for kept, owned in ranks(LAYOUTS[name].world, gradient_storage, name):
         assert kept <= owned, f"{kept} bytes of storage for {owned} bytes of gradients"
-
-
-def run_rank_without_matrices(rank: int, world: int) -> tuple[dict[str, Tensor], int]:
-    torch.manual_seed(0)
-    model = build(layers=1)
-    mesh = init_device_mesh("cpu", (world,))
-    dmuon.dedicate_params(model, mesh, costs="flops", select=lambda fqn, *_: fqn.endswith(("mix.weight", "up.weight")))
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-        optimizer.step()
-    return full_state(model), optimizer.last_step.ns_matrices
-
-
-@pytest.mark.pitfall("P14", "P53")
-def test_ranks_that_own_nothing(ranks: RankPool) -> None:
-    results = ranks(4, run_rank_without_matrices)
-    assert sorted(calls for _, calls in results) == [0, 0, 1, 1]
-    model = build(layers=1)
-    optimizer = Reference(model, matrix=lambda n: n.endswith(("mix.weight", "up.weight")))
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    for weights, _ in results:
-        assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
 
 
 # -- misuse -------------------------------------------------------------------------------------------------------

@@ -172,11 +172,6 @@ def check_ways(layouts: list[tuple[str, bool]], ways: tuple[str, ...]) -> None:
                 assert_equal_weights(full_state(model), expected)
 
 
-@on_ranks(1)
-def test_one_rank_trains_what_no_output_shows(rank: int, world: int) -> None:
-    check_ways([("1d-1-two-lines", False)], (*SEEN, *UNSEEN))
-
-
 @on_ranks(2)
 def test_blocks_train_whatever_they_return(rank: int, world: int) -> None:
     check_ways([("1d-two-lines", False)], (*SEEN, "board_alone"))

@@ -18,26 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import dmuon
 
 
-def train_growing(run: Run) -> dict[str, Tensor]:
-    """Matrices that join later meet others that keep their momentum."""
-    first, *others = dmuon.param_groups(run.model)
-    early, late = first["params"][:5], first["params"][5:]
-    run.optimizer = dmuon.Muon([{**first, "params": early}, *others], **OPTIONS, distributed_config=run.config)
-    run.train(range(2))
-    before = {id(p): local_tensor(run.optimizer.state[p][MOMENTUM]).clone() for p in early}
-    run.optimizer.add_param_group({"params": late, "use_muon": True})
-    for param in early:
-        assert torch.equal(local_tensor(run.optimizer.state[param][MOMENTUM]), before[id(param)])
-    run.train(range(2, 4))
-    return full_state(run.model)
-
-
-@pytest.mark.pitfall("P31")
-@on_ranks(2)
-def test_momentum_stays_when_a_group_is_added(rank: int, world: int) -> None:
-    assert_equal_weights(train_growing(start("fsdp2-2")), train_growing(start(SINGLE)))
-
-
 def edit(run: Run, how: str) -> None:
     """Halve or clear all momentum."""
     for name, momentum in run.shown().items():

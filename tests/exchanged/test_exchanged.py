@@ -22,7 +22,7 @@ from harness.traffic import Traffic
 from programs.unusual import ThinBlock
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import dmuon
 from dmuon import create_dtensor_config
@@ -360,16 +360,3 @@ def test_another_placement_is_planned_anew_and_momentum_follows(rank: int, world
 
 
 # -- training loops -------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_a_refused_group_changes_nothing(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    weights = Weights()
-    weights.shard(0, (6, 5), mesh, [Shard(0)])
-    optimizer = weights.optimizer(create_dtensor_config(costs="flops"))
-    unreduced = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
-    with pytest.raises(ValueError, match="Partial"):
-        optimizer.add_param_group({"params": [unreduced], "use_muon": True})
-    weights.train(optimizer, 1)
-    weights.check(optimizer)

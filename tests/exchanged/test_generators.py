@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
-from harness.inside import default_store, exchange_of, group_names
+from harness.inside import default_store, exchange_of
 from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
@@ -22,7 +22,7 @@ from harness.topologies import LAYOUTS, lay, orthogonalized
 from harness.toy import CPU, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import dmuon
 from dmuon import (
@@ -310,28 +310,6 @@ def test_collectives_of_the_user_do_not_meet_those_of_a_step(rank: int, world: i
 
 
 @on_ranks(2)
-def test_wrapped_functions_use_their_process_groups_again(rank: int, world: int) -> None:
-    """Functions of the user's around generated ones: another parameter opens no further process groups."""
-    mesh = init_device_mesh("cpu", (world,))
-    generated = of_dtensors(mesh)
-    config = DistributedConfig(
-        lambda params, state: generated.assign_fn(params, state),
-        lambda update, dst_rank, state: generated.gather_fn(update, dst_rank, state),
-        lambda update, src_rank, state: generated.redistribute_fn(update, src_rank, state),
-        {},
-    )
-    params = [nn.Parameter(distribute_tensor(torch.ones(4, 3 + i), mesh, [Shard(0)])) for i in range(2)]
-    optimizer = dmuon.Muon(params[:1], distributed_config=config)
-    opened = group_names()
-    optimizer.add_param_group({"params": params[1:], "use_muon": True})
-    assert group_names() == opened
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert group_names() == opened
-
-
-@on_ranks(2)
 def test_ranks_without_matrices_take_steps(rank: int, world: int) -> None:
     """No rank has anything to exchange: that is no fault, and steps need no vote."""
     group: Any = dist.group.WORLD
@@ -418,12 +396,3 @@ def test_a_configuration_serves_several_optimizers(
         weights.check(optimizer)
     first, second = (exchange_of(optimizer).domains for optimizer in optimizers)
     assert not {id(domain) for domain, _ in first} & {id(domain) for domain, _ in second}
-
-
-@pytest.mark.parametrize("make", [create_dtensor_config, create_processgroup_config, create_auto_config])
-def test_a_configuration_serves_several_optimizers_of_one_process(make: Callable[..., DistributedConfig]) -> None:
-    config = make(costs="flops")
-    for of_optimizer in (config, config, replace(config, assign_fn=lambda params, state: {0: 0})):
-        weights = Weights().cut([Cut((3, 4))])
-        weights.train(weights.optimizer(of_optimizer), 1)
-        weights.check()

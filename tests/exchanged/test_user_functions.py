@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.dtensors import functions_of_whole_tensors
 from harness.hand_laid import Cut, Weights
 from harness.network import full_state
 from harness.on_ranks import on_ranks, over_ranks
@@ -24,7 +23,6 @@ from harness.topologies import lay, orthogonalized
 from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
@@ -209,29 +207,8 @@ def test_prefetch_count_bounds_what_is_ahead(ranks: RankPool) -> None:
     assert ahead[True, 0] == 2 and 2 < ahead[True, 1] <= 4
 
 
-@on_ranks(2)
-def test_the_architecture_documents_functions_work(rank: int, world: int) -> None:
-    config = DistributedConfig(by_rank, cp_gather, cp_redistribute, {"cp_process_group": dist.group.WORLD})
-    with warnings.catch_warnings(record=True):
-        stepped(rank, world, config, [(6, 4), (5, 7), (3, 4, 5), (1, 1)], cut=False)
-    assert config.state["rank"] == rank
-    assert config.state["assignments"] == by_rank([torch.empty(0)] * 4, {})
-    assert config.state["param_names"] == [f"parameter {i} of group 0" for i in range(4)]
-
-
 def identity(update: Tensor, rank: int, state: State) -> Tensor:
     return update
-
-
-@pytest.mark.pitfall("P56")
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_single_process_works_with_functions_that_do_nothing(prefetch: int) -> None:
-    shapes: list[tuple[int, ...]] = [(6, 4), (2, 3, 5), (1, 7)]
-    config = DistributedConfig(lambda params, state: {0: [0, 1, 2]}, identity, identity, {}, prefetch_count=prefetch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stepped(0, 1, config, shapes, cut=False)
-    assert len([w for w in caught if "prefetch_count=1 only holds more memory" in str(w.message)]) == prefetch
 
 
 @pytest.mark.pitfall("P39")
@@ -247,18 +224,6 @@ def test_functions_may_write_into_what_they_are_given(nesterov: bool) -> None:
         config = DistributedConfig(lambda params, state: {0: 0, 1: 0}, gather_fn, identity, {}, prefetch_count=0)
         found.append(stepped(0, 1, config, [(6, 4), (3, 5)], cut=False, nesterov=nesterov))
     assert all(map(torch.equal, found[0], found[1]))
-
-
-@pytest.mark.parametrize(("name", "prefetch", "times"), [("synchronous", 1, 1), ("synchronous", 0, 0), ("mixed", 1, 0)])
-@on_ranks(2)
-def test_synchronous_functions_warn_once_of_useless_prefetching(
-    rank: int, world: int, name: str, prefetch: int, times: int
-) -> None:
-    config = DistributedConfig(by_index, *ROWS[name], {}, prefetch_count=prefetch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stepped(rank, world, config, [(6, 4)] * 4, cut=True)
-    assert sum(f"prefetch_count={prefetch} only holds more memory" in str(w.message) for w in caught) == times
 
 
 # -- users' functions beside generated ones ---------------------------------------------------------------------------
@@ -285,27 +250,6 @@ def test_a_users_assignment_alone_keeps_the_pipeline(rank: int, world: int) -> N
     optimizer, count = trained(config)
     assert optimizer.last_step.ns_batches <= 3, "by shape, not one by one"
     assert count == STEPS * (7 if rank == 0 else 1)
-
-
-def wrapped_gather(rank: int, world: int) -> tuple[list[tuple[str, int]], int]:
-    generated = create_dtensor_config(costs="flops")
-    seen: list[tuple[str, int]] = []
-
-    def watched(update: Tensor, dst_rank: int, state: State) -> Any:
-        assert isinstance(update, DTensor)
-        seen.append((state["param_names"][state["current_param_idx"]], dst_rank))
-        return generated.gather_fn(update, dst_rank, state)
-
-    config = replace(generated, gather_fn=watched, prefetch_count=0)
-    _, count = trained(config)
-    return seen, count
-
-
-def test_a_wrapper_around_a_generated_function_works(ranks: RankPool) -> None:
-    found = ranks(3, wrapped_gather)
-    assert all(seen == found[0][0] for seen, _ in found)
-    assert len(found[0][0]) == STEPS * 9 and len({name for name, _ in found[0][0]}) == 9
-    assert sum(count for _, count in found) == STEPS * 9
 
 
 def cut_along_ep(has_fsdp: bool, param: Tensor) -> dict[str, int | None]:
@@ -343,11 +287,6 @@ def test_a_wrapper_is_asked_for_what_is_exchanged_only(rank: int, world: int) ->
 
 
 @on_ranks(3)
-def test_functions_may_take_and_return_dtensors(rank: int, world: int) -> None:
-    trained(DistributedConfig(by_index, *functions_of_whole_tensors(), {}, prefetch_count=0))
-
-
-@on_ranks(3)
 def test_fewer_ranks_than_all_take_part(rank: int, world: int) -> None:
     """Ranks 1 and 2, which ``state`` says."""
     group = dist.new_group([1, 2])
@@ -361,26 +300,6 @@ def test_fewer_ranks_than_all_take_part(rank: int, world: int) -> None:
     weights = Weights().cut([Cut(shape) for shape in shapes])
     assert weights.train(weights.optimizer(config), STEPS) == STEPS
     weights.check()
-
-
-@on_ranks(2)
-def test_a_new_group_is_assigned_anew(rank: int, world: int) -> None:
-    """Momentum of what was there stays."""
-    asked: list[int] = []
-
-    def assign(params: list[Tensor], state: State) -> dict[int, int]:
-        asked.append(len(params))
-        return by_index(params, state)
-
-    config = DistributedConfig(assign, gather, scatter, {"shapes": [(6, 4), (12, 5)]}, prefetch_count=0)
-    weights = Weights().cut([Cut((6, 4), fsdp=0)], {"fsdp": world}, {"fsdp": rank})
-    optimizer = weights.optimizer(config)
-    weights.train(optimizer, 1)
-    weights.cut([Cut((12, 5), fsdp=0)], {"fsdp": world}, {"fsdp": rank})
-    optimizer.add_param_group({"params": weights.params[1:], "use_muon": True})
-    weights.train(optimizer, STEPS - 1)
-    assert asked == [1, 2]
-    weights.check(optimizer)
 
 
 # -- faults that all ranks must see -----------------------------------------------------------------------------------

@@ -194,20 +194,6 @@ def test_each_parameter_has_one_known_averager_or_the_user_is_told(
     assert (len(told) == 1 and expected in told[0]) if expected else not told, told
 
 
-@on_ranks(2)
-def test_what_is_thawed_under_ddp_in_mid_training_is_refused(rank: int, world: int) -> None:
-    model = build()
-    model.blocks[2].requires_grad_(False)
-    program, optimizer = ddp(model, world)
-    for _ in range(2):
-        backward(program, optimizer, rank, world)
-        optimizer.step()
-    model.blocks[2].requires_grad_(True)
-    backward(program, optimizer, rank, world)
-    with pytest.raises(RuntimeError, match=RAISES):
-        optimizer.step()
-
-
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
@@ -340,19 +326,3 @@ def test_siblings_that_share_a_weight_are_not_dedicated_apart(rank: int, world: 
 def told(optimizer: dmuon.Muon) -> Any:
     """The ids of the parameters that somebody is known to average."""
     return optimizer._averagers._told
-
-
-@pytest.mark.pitfall("P86")
-@on_ranks(2)
-def test_what_was_told_of_a_parameter_is_forgotten_with_it(rank: int, world: int) -> None:
-    """A late one may have its id, and would be trained by one rank's batch without a word."""
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    loss_of(model, *batch(0)).backward()
-    optimizer.step()
-    head = {id(p) for p in model.head.parameters()}
-    assert head <= told(optimizer)
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) not in head]
-    optimizer.step()
-    assert told(optimizer) and not head & told(optimizer)

@@ -436,28 +436,6 @@ def test_what_is_frozen_later_stays_as_it_is() -> None:
     assert torch.equal(weight, before)
 
 
-def test_attention_inside_of_attention_has_its_own_logits() -> None:
-    class Around(Apart):
-        def __init__(self) -> None:
-            super().__init__(False)
-            self.inner = Apart(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = super().forward(x)
-            return out + self.inner(x)
-
-    model = nn.Sequential(Around())
-    clip = dmuon.QKClip(model)
-    optimizer = dmuon.Muon(model, qk_clip=clip, **OPTIONS)
-    with clip.collect():
-        model(torch.randn(2, 6, WIDTH)).sum().backward()
-    optimizer.step()
-    causal = torch.ones(6, 6, dtype=torch.bool).tril()
-    for name, module in (("0", model[0]), ("0.inner", model[0].inner)):
-        expected = plain_maxima(*module.seen, mask=causal).tolist()
-        assert optimizer.last_step.qk_logits[name] == pytest.approx(expected, rel=1e-5)
-
-
 @on_ranks(4)
 def test_attention_that_is_a_block_itself_is_collected_where_it_is_dedicated_and_tensor_parallel(
     rank: int, world: int

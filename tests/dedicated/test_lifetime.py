@@ -93,39 +93,6 @@ def test_deleted_models_and_optimizers_are_freed_at_once(rank: int, world: int) 
 
 
 @on_ranks(2)
-def test_an_optimizer_goes_on_without_its_model_and_a_model_without_its_optimizer(rank: int, world: int) -> None:
-    mesh = mesh_of(world)
-    with no_collections():
-        model: Any = dedicated(mesh)
-        train(model, dmuon.Muon(model, lr=LR), range(2), rank, world)
-        optimizer: Any = dmuon.Muon(model, lr=LR)
-        train(model, optimizer, range(1), rank, world)
-        held = [p.grad for p in model.parameters() if p.grad is not None]
-        expected = [p.detach().clone() for p in model.parameters()]
-        params = list(model.parameters())
-        del model
-        assert len(held) == len(params)
-        optimizer.step()
-        assert any(not torch.equal(a, b.detach()) for a, b in zip(expected, params, strict=True) if b.dim() == 1)
-
-
-@on_ranks(2)
-def test_a_part_of_a_deleted_model_still_runs(rank: int, world: int) -> None:
-    mesh = mesh_of(world)
-    whole: Any = dedicated(mesh)
-    x = torch.randn(3, 13, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = whole.blocks[1](x)
-    block: Any = whole.blocks[1]
-    del whole
-    gc.collect()
-    with torch.no_grad():
-        assert torch.equal(block(x), expected)
-    block(x).sum().backward()
-    assert all(p.grad is not None for p in block.parameters())
-
-
-@on_ranks(2)
 def test_groups_serve_the_next_model_though_collectives_of_the_last_are_under_way(rank: int, world: int) -> None:
     """A graph that is alive, fills and publications that nobody waits for, and a backward that raised."""
     mesh = mesh_of(world)
@@ -179,21 +146,6 @@ def test_a_dedication_that_failed_leaves_a_plain_model(rank: int, world: int) ->
         dmuon.dedicate_params(model, mesh, costs="flops")
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     model(shard(batch(0), rank, world)[0]).sum().backward()  # a plain model again
-
-
-@on_ranks(4)
-def test_state_dicts_outlive_their_model(rank: int, world: int) -> None:
-    """Whole tensors come over the user's mesh."""
-    mesh = mesh_of(world)
-    model: Any = dedicated(mesh)
-    with dmuon.summon_full_params(model):
-        expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    state: Any = model.state_dict()
-    del model
-    gc.collect()
-    for name, value in state.items():
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        assert torch.equal(whole, expected[name]), name
 
 
 @on_ranks(2)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.checkpoints import MOMENTUM, SINGLE, TOTAL, Run, expected_weights, start
+from harness.checkpoints import MOMENTUM, SINGLE, Run, start
 from harness.dtensors import local_tensor
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dmuon
 
@@ -79,24 +77,6 @@ def test_replaced_momentum_of_another_shape_is_refused_by_name(rank: int, world:
     param = run.inner.get_parameter("blocks.1.up.weight")
     run.optimizer.state[param][MOMENTUM] = torch.zeros(1, 13)  # copying would broadcast it
     run.train(range(1, 2))
-
-
-@pytest.mark.parametrize("where", ["same mesh", "other mesh"])
-@on_ranks(2)
-def test_momentum_follows_a_changed_layout(rank: int, world: int, where: str) -> None:
-    """Weights that are laid out anew between two steps take their momentum with them."""
-    run = start("rows on 2")
-    run.train(range(2))
-    model = run.model
-    for weight in model.weights:
-        weight.grad = None
-        mesh = weight.device_mesh if where == "same mesh" else init_device_mesh("cpu", (2,), mesh_dim_names=("new",))
-        moved = weight.detach().redistribute(placements=[Replicate()]).to_local()
-        torch.utils.swap_tensors(weight, nn.Parameter(distribute_tensor(moved, mesh, [Shard(0)])))
-    model.placement, model.mesh = Shard(0), model.weights[0].device_mesh
-    run.train(range(2, TOTAL))
-    assert all(momentum.placements == (Shard(0),) for momentum in run.shown().values())
-    assert_equal_weights(full_state(model), expected_weights("rows on 2"))
 
 
 def whole_momentum(run: Run, name: str) -> Tensor:

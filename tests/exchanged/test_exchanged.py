@@ -272,19 +272,6 @@ def test_a_nan_stays_in_its_matrix_and_a_zero_gradient_is_zero(rank: int, world:
 # -- process groups -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pitfall("P37")
-@pytest.mark.parametrize("lonely", [0, 1])
-@on_ranks(2)
-def test_a_rank_may_have_a_matrix_of_its_own(rank: int, world: int, lonely: int) -> None:
-    weights = Weights()
-    weights.shard(1, (7, 5), init_device_mesh("cpu", (world,)), [Shard(0)])
-    if rank == lonely:
-        weights.add(2, (4, 3))
-    optimizer = weights.optimizer(create_dtensor_config(costs="flops"))
-    weights.train(optimizer, 1)
-    weights.check(optimizer)
-
-
 # -- groups that change, and both residencies -----------------------------------------------------------------------
 
 

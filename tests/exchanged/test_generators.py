@@ -242,17 +242,6 @@ def test_a_wrong_option_is_named(make: Any, options: dict[str, Any], error: type
         make(**options)
 
 
-@on_ranks(2)
-def test_pipeline_stages_are_independent(rank: int, world: int) -> None:
-    """Each stage has other matrices, of other shapes and numbers, and another number of steps."""
-    config = create_auto_config(pp_process_group=dist.group.WORLD, pp_stage_id=rank, pp_num_stages=2)
-    assert config.state["pp_stage_id"] == rank
-    weights = Weights().cut([Cut((4 + rank, 3))] * (1 + rank))
-    steps = 2 + rank
-    assert weights.train(weights.optimizer(config), steps) == steps * (1 + rank)
-    weights.check()
-
-
 @on_ranks(1)
 def test_a_mesh_that_says_nothing_is_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("rows",))

@@ -21,7 +21,6 @@ from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import DECAY, LR, OPTIONS, batch, build
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -192,19 +191,6 @@ def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
     else:
         expected = trained(build(), member, {}, checkpoints.TOTAL)
     assert_equal_weights(found, expected, NEAR.get(member, 1e-5))
-
-
-@on_ranks(2)
-def test_bf16_momentum_is_gathered_whole(rank: int, world: int) -> None:
-    laid = lay("fsdp2-2", build())
-    optimizer = laid.optimizer(momentum_dtype=torch.bfloat16)
-    laid.backward(0)
-    optimizer.step()
-    whole_state = get_optimizer_state_dict(laid.model, optimizer, options=checkpoints.FULL)
-    set_optimizer_state_dict(laid.model, optimizer, whole_state, options=checkpoints.FULL)
-    assert optimizer.param_groups[0]["momentum_dtype"] is torch.bfloat16
-    moments = [values["momentum_buffer"] for values in whole_state["state"].values() if "momentum_buffer" in values]
-    assert moments and all(moment.dtype == torch.bfloat16 for moment in moments)
 
 
 # -- learning rates ------------------------------------------------------------------------------------------------
@@ -385,19 +371,6 @@ def test_rows_that_only_a_users_functions_know_are_refused(rank: int, world: int
     config = dmuon.DistributedConfig(lambda params, _: {0: 0}, gather, redistribute, {})
     with pytest.raises(ValueError, match="in a UserRound dmuon does not know where the rows"):
         weights.optimizer(config, second_moment="row")
-
-
-def test_a_matrix_without_a_gradient_keeps_its_rows() -> None:
-    params = [nn.Parameter(torch.eye(4, 3)), nn.Parameter(torch.eye(4, 3))]
-    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], second_moment="row")
-    for given in (params, params[1:]):
-        optimizer.zero_grad()
-        for param in given:
-            param.grad = torch.ones(4, 3) + torch.eye(4, 3)
-        before = optimizer.state[params[0]]["row_second_moment"].clone()
-        optimizer.step()
-    first, second = (optimizer.state[param]["row_second_moment"] for param in params)
-    assert torch.equal(first, before) and not torch.equal(second, before)
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------

@@ -423,19 +423,6 @@ def test_checkpointed_and_compiled_attention_is_collected(way: str) -> None:
     assert logits[0] == logits[1] and optimizer.last_step.qk_max_logit > 0
 
 
-def test_what_is_frozen_later_stays_as_it_is() -> None:
-    model, clip, optimizer = clipped_model(threshold=1.0)
-    weight = model.blocks[0].attn.k_proj.weight.requires_grad_(False)
-    before = weight.clone()
-    clip.report("blocks.0.attn", torch.full((HEADS,), 4.0))
-    optimizer.step()
-    assert torch.equal(weight, before)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "use_muon": True})  # laid out anew
-    clip.report("blocks.0.attn", torch.full((HEADS,), 4.0))
-    optimizer.step()
-    assert torch.equal(weight, before)
-
-
 @on_ranks(4)
 def test_attention_that_is_a_block_itself_is_collected_where_it_is_dedicated_and_tensor_parallel(
     rank: int, world: int

@@ -15,7 +15,7 @@ from harness.on_ranks import on_ranks
 from harness.oracle import is_matrix, reference_weights
 from harness.pool import RankPool
 from harness.toy import OPTIONS, build, train
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -52,22 +52,6 @@ def test_parameters_that_are_replaced_are_followed(rank: int, world: int, steps:
         train(model, optimizer, range(5), rank, world)
         assert_equal_weights(full_state(model), reference_weights())
         assert optimizer.last_step.ns_matrices < 9, "others orthogonalize the rest"
-
-
-@on_ranks(2)
-def test_what_accelerate_saves_is_loaded(rank: int, world: int) -> None:
-    runs = []
-    for _ in range(2):
-        model = build()
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        shard_under(optimizer, model, world)
-        runs.append((model, optimizer))
-    (model, optimizer), (other, of_other) = runs
-    train(model, optimizer, range(3), rank, world)
-    weights, state = get_state_dict(model, optimizer)
-    set_state_dict(other, of_other, model_state_dict=weights, optim_state_dict=state)
-    train(other, of_other, range(3, 5), rank, world)
-    assert_equal_weights(full_state(other), reference_weights())
 
 
 def test_what_is_frozen_costs_no_state() -> None:

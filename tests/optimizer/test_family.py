@@ -83,7 +83,9 @@ def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member:
 
 
 @EVERY
-@pytest.mark.parametrize("layout", ["2", "3", "ddp", "hsdp", "tp"])
+@pytest.mark.parametrize(
+    "layout", ["3", "tp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("2", "ddp", "hsdp"))]
+)
 def test_tensors_of_any_matrices_that_dmuon_owns(ranks: RankPool, layout: str, member: str) -> None:
     ranks({"hsdp": 4, "3": 3}.get(layout, 2), owned, layout, member)
 
@@ -110,7 +112,7 @@ def owned(rank: int, world: int, layout: str, member: str) -> None:
 @EVERY
 @pytest.mark.parametrize(
     "layout",
-    ["ddp", "tp-alone", "fsdp2-3", "1d-3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp2-tp", "cp-mesh"))],
+    ["ddp", "fsdp2-3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp-alone", "1d-3", "fsdp2-tp", "cp-mesh"))],
 )
 def test_models_as_users_lay_them_out(ranks: RankPool, layout: str, member: str) -> None:
     ranks(LAYOUTS[layout].world, laid_out, layout, member)
@@ -158,10 +160,13 @@ TOPOLOGIES = [
     ("fsdp2-2", "fsdp2-3"), ("fsdp2-2", "single"), ("fsdp2-2", "1d"), ("1d", "1d-3"), ("1d", "fsdp2-tp"),
     ("tp-fsdp", "fsdp2-3"), ("fsdp2-tp", "tp"), ("experts on 3", "rows on 2"), ("rows on 2", "experts alone"),
 ]  # fmt: skip
+QUICK = TOPOLOGIES[::4]
 
 
 @pytest.mark.parametrize("member", ["normuon", "bf16 momentum"])
-@pytest.mark.parametrize(("source", "target"), TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("source", "target"), [p if p in QUICK else pytest.param(*p, marks=pytest.mark.slow) for p in TOPOLOGIES]
+)
 def test_state_goes_on_anywhere(ranks: RankPool, tmp_path: Path, source: str, target: str, member: str) -> None:
     path = str(tmp_path)
     ranks(checkpoints.world_of(source), saves, path, source, member)

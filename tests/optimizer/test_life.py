@@ -188,7 +188,9 @@ FAULTS: dict[str, tuple[Callable[[dmuon.Muon], Callable[[], None]], str]] = {
 @pytest.mark.pitfall("P89")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
-@pytest.mark.parametrize("faulty", [{0, 1}, {1}], ids=["everywhere", "on one rank"])
+@pytest.mark.parametrize(
+    "faulty", [pytest.param({0, 1}, marks=pytest.mark.slow), {1}], ids=["everywhere", "on one rank"]
+)
 @on_ranks(2)
 def test_a_step_that_was_refused_is_repeated_with_the_same_numbers(
     rank: int, world: int, fault: str, layout: str, faulty: set[int]

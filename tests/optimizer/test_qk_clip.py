@@ -251,8 +251,17 @@ def _trains(
         )
 
 
+def placements(quick: list[tuple[str, str]], mla_under_tp: bool) -> Any:
+    """All of them, of which the others are slow."""
+    found = [p for p in PLACEMENTS if mla_under_tp or "tp" not in p[0] or p[1] != "mla"]
+    params = [p if p in quick else pytest.param(*p, marks=pytest.mark.slow) for p in found]
+    return pytest.mark.parametrize(("layout", "kind"), params)
+
+
 # Without MLA under tensor parallelism, whose shared keys would need a reduction that this small model lacks.
-@pytest.mark.parametrize(("layout", "kind"), [p for p in PLACEMENTS if "tp" not in p[0] or p[1] != "mla"])
+@placements(
+    [("1d", "mla"), ("hsdp", "interleaved"), ("tp", "gqa"), ("fsdp2-2", "transposed"), ("ddp", "transposed")], False
+)
 def test_training_equals_one_process_written_from_the_paper(ranks: RankPool, layout: str, kind: str) -> None:
     """With two micro-batches a step, whose maxima join; some heads are clipped, and some are not."""
     expected, maxima = paper(kind)
@@ -288,7 +297,9 @@ def _scales(rank: int, world: int, layout: str, kind: str, strategy: str = "owne
         assert name.endswith(("q_proj.weight", "c_attn.weight")) <= (not torch.equal(clipped[name], without[name]))
 
 
-@pytest.mark.parametrize(("layout", "kind"), PLACEMENTS)
+@placements(
+    [("1d-1", "mla"), ("1d-3", "gqa"), ("tp-fsdp", "mla"), ("fsdp2-3", "interleaved"), ("cp-mesh", "gqa")], True
+)
 def test_one_step_is_that_without_clipping_times_the_factors(ranks: RankPool, layout: str, kind: str) -> None:
     """Biases too, and bit for bit the same below the threshold. One rank alone knows of logits."""
     ranks(LAYOUTS[layout].world, _scales, layout, kind)

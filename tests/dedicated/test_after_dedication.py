@@ -16,6 +16,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dedicated_toy import dedicate, dedicated, default_mesh
 from harness.network import Network, full_state, loss_of, shard
+from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.toy import OPTIONS, WIDTH, batch, build
@@ -99,18 +100,15 @@ def test_what_would_lie_or_hang_raises_on_the_rank_that_does_it(ranks: RankPool)
         assert re.search(remedy, message) and "'blocks.0.mix.weight'" in message, f"{name}: {message}"
 
 
-def fsdp_by_the_rules(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P54")
+@on_ranks(2)
+def test_torch_fully_shard_works_with_ignored_params(rank: int, world: int) -> None:
     model = dedicated()
     mesh = default_mesh()
     for block in model.blocks:
         torch_fully_shard(block, mesh=mesh, ignored_params=dmuon.owned_parameters(model))
     torch_fully_shard(model, mesh=mesh, ignored_params=dmuon.owned_parameters(model))
     assert_equal_weights(trained(model, rank, world), reference_weights(2))
-
-
-@pytest.mark.pitfall("P54")
-def test_torch_fully_shard_works_with_ignored_params(ranks: RankPool) -> None:
-    ranks(2, fsdp_by_the_rules)
 
 
 def trained(
@@ -199,7 +197,9 @@ ODD_BUFFERS: dict[str, Tensor] = {
 }
 
 
-def odd_parameters(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P60")
+@on_ranks(2)
+def test_integer_parameters_and_buffers_of_any_dtype_become_rank_0s(rank: int, world: int) -> None:
     model = build()
     model.table = nn.Parameter(torch.full((2, 2), rank), requires_grad=False)
     model.blocks[0].codes = nn.Parameter(torch.full((2, 2), rank), requires_grad=False)
@@ -211,11 +211,6 @@ def odd_parameters(rank: int, world: int) -> None:
     for name, value in ODD_BUFFERS.items():
         assert torch.equal(getattr(model, name).to(torch.complex64), value.to(torch.complex64)), name
     trained(model, rank, world)
-
-
-@pytest.mark.pitfall("P60")
-def test_integer_parameters_and_buffers_of_any_dtype_become_rank_0s(ranks: RankPool) -> None:
-    ranks(2, odd_parameters)
 
 
 def foreign_steps(rank: int, world: int) -> list[str]:

@@ -15,6 +15,7 @@ from harness.assertions import Raised, assert_equal_weights, assert_same_tensors
 from harness.checkpoints import SAVED, TOTAL, save, start
 from harness.dtensors import local_tensor
 from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
+from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import lay
@@ -214,16 +215,13 @@ def test_momentum_is_fp32_whatever_dtype_was_saved(ranks: RankPool, dtype: torch
     assert (worst == 0.0) == (dtype == torch.float64)
 
 
-def load_own_parameters(rank: int, _world: int) -> None:
+@on_ranks(3)
+def test_copies_of_resting_parameters_load(rank: int, world: int) -> None:
     model, other = (lay("1d-3-two-lines", build(seed + rank)).model for seed in (2, 7))
     expected = full_state(other)
     kept = {n: p.detach().clone() for n, p in other.named_parameters()}  # what an average of weights would hold
     model.load_state_dict(kept)
     assert_same_tensors(full_state(model), expected)
-
-
-def test_copies_of_resting_parameters_load(ranks: RankPool) -> None:
-    ranks(3, load_own_parameters)
 
 
 # -- refusals; of one rank's faulty DTensors in test_checkpoint_topologies.py --------------------------------------
@@ -285,9 +283,6 @@ def test_faulty_optimizer_state_raises_on_every_rank(told: list[Any], fault: str
         assert of_rank["optimizer", fault, everywhere].matches(ValueError, OPTIMIZER_FAULTS[fault][1])
 
 
-def load_assign(_rank: int, _world: int) -> None:
+@on_ranks(2, expect=ValueError, match="assign=False")
+def test_assign_is_refused(rank: int, world: int) -> None:
     lay("1d-two-lines", build()).model.load_state_dict(build().state_dict(), assign=True)
-
-
-def test_assign_is_refused(ranks: RankPool) -> None:
-    ranks(2, load_assign, expect=ValueError, match="assign=False")

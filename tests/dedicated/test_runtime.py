@@ -10,6 +10,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
 from harness.network import full_state, loss_of, shard
+from harness.on_ranks import on_ranks
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay, runtime_of
 from harness.toy import OPTIONS, WIDTH, batch, build
@@ -32,7 +33,8 @@ def dedicate(model: nn.Module, world: int, fsdp: bool = True, keep: bool = False
 # -- freshness ----------------------------------------------------------------------------------------------------
 
 
-def run_foreign_optimizer(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_elementwise_optimizers_work_on_owned_parameters(rank: int, world: int) -> None:
     """An ordinary elementwise optimizer over owned parameters is exact as well, and its edits are seen."""
     for keep in (False, True):
         model, twin = build(), build()
@@ -47,10 +49,6 @@ def run_foreign_optimizer(rank: int, world: int) -> None:
             optimizer.step()
             other.step()
         assert_equal_weights(full_state(model), {n: p.detach() for n, p in twin.state_dict().items()})
-
-
-def test_elementwise_optimizers_work_on_owned_parameters(ranks: RankPool) -> None:
-    ranks(2, run_foreign_optimizer)
 
 
 # -- placement and memory -----------------------------------------------------------------------------------------
@@ -122,7 +120,8 @@ def test_gradients_keep_no_memory_of_what_others_own(ranks: RankPool, name: str)
 # -- misuse -------------------------------------------------------------------------------------------------------
 
 
-def run_misuse(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_misuse_is_named(rank: int, world: int) -> None:
     model = build()
     optimizer = dedicate(model, world, fsdp=False)
     loss_of(model, *batch(0)).backward()
@@ -144,7 +143,3 @@ def run_misuse(rank: int, world: int) -> None:
     model.blocks[1].mix.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
     with pytest.raises(RuntimeError, match=r"'blocks\.1\.mix\.weight' was replaced in its module"):
         model(batch(0)[0])
-
-
-def test_misuse_is_named(ranks: RankPool) -> None:
-    ranks(2, run_misuse)

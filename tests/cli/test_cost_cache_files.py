@@ -146,14 +146,6 @@ def test_an_invalid_file_is_refused_naming_file_field_and_remedy(
     assert str(tmp_path / "given0.json") in done.err and "dmuon-profile" in done.err
 
 
-@pytest.mark.parametrize("path", ["key/compilers", f"{T}/variant"])
-def test_what_files_of_earlier_versions_lack_is_empty(merged: Callable[..., Any], path: str) -> None:
-    _, found = merged(broken(path, ...))
-    for part in path.split("/"):
-        found = found[part]
-    assert found == ""
-
-
 @pytest.mark.pitfall("P50")
 def test_writing_over_anything_else_is_refused_and_leaves_it(merged: Callable[..., Any], tmp_path: Path) -> None:
     for content in (b"precious", json.dumps(document(device="Device Y")).encode()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 import re
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dedicated_toy import dedicate, dedicated, default_mesh
+from harness.heard import heard
 from harness.network import Network, full_state, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
@@ -215,23 +215,19 @@ def test_integer_parameters_and_buffers_of_any_dtype_become_rank_0s(rank: int, w
 
 def foreign_steps(rank: int, world: int) -> list[str]:
     """What the log says of the first optimizer that steps a dedicated model; Muon's, and then of AdamW's."""
-    heard: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dmuon").addHandler(handler)
     steps: list[object] = []
     register_optimizer_step_pre_hook(lambda *_: steps.append(0))  # another's, which must be called too
-    for build_optimizer in (lambda m: dmuon.Muon(m, **OPTIONS), lambda m: torch.optim.AdamW(m.parameters())):
-        model = dedicated()
-        apart = nn.Linear(2, 2)
-        alone, optimizer = torch.optim.SGD(apart.parameters()), build_optimizer(model)
-        for step in range(2):
-            alone.step()
-            loss_of(model, *batch(step)).backward()
-            optimizer.step()
-    logging.getLogger("dmuon").removeHandler(handler)
+    with heard() as told:
+        for build_optimizer in (lambda m: dmuon.Muon(m, **OPTIONS), lambda m: torch.optim.AdamW(m.parameters())):
+            model = dedicated()
+            apart = nn.Linear(2, 2)
+            alone, optimizer = torch.optim.SGD(apart.parameters()), build_optimizer(model)
+            for step in range(2):
+                alone.step()
+                loss_of(model, *batch(step)).backward()
+                optimizer.step()
     assert len(steps) == 8
-    return heard
+    return told
 
 
 def test_another_optimizer_on_dedicated_matrices_is_told_once(ranks: RankPool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
+from harness.heard import heard
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.pool import RankPool
@@ -404,16 +404,9 @@ def test_stacks_by_one_name_in_several_groups_are_told_when_saved(rank: int, wor
     model = Model(0, mesh["ep"])
     dmuon.dedicate_params([block.experts for block in model.blocks], mesh["ep_shard"], costs="flops")
     dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", exclude=["*.router"])
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("dmuon.dedicated.state_dict")
-    log.addHandler(handler)
-    try:
+    with heard() as told:
         model.state_dict()
         model.state_dict()
-    finally:
-        log.removeHandler(handler)
-    assert len(heard) == 1 and "are other weights on ranks" in heard[0] and "by the same names" in heard[0]
+    assert len(told) == 1 and "are other weights on ranks" in told[0] and "by the same names" in told[0]
     with pytest.raises(ValueError, match=r"are other weights on ranks .*, so one file cannot"):
         require_whole(model)

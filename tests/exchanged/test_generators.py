@@ -18,8 +18,8 @@ from harness.inside import default_store, exchange_of
 from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
-from harness.topologies import LAYOUTS, lay, orthogonalized
-from harness.toy import CPU, batch, build, train
+from harness.topologies import lay, orthogonalized
+from harness.toy import batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -58,35 +58,6 @@ def expected_weights(steps: int = STEPS) -> dict[str, Tensor]:
 # -- the documents' examples ----------------------------------------------------------------------------------------
 
 
-def along(mesh: DeviceMesh, **names: str) -> dict[str, Any]:
-    """Keyword arguments: process groups of dimensions of a mesh."""
-    return {argument: mesh.get_group(name) for argument, name in names.items()}
-
-
-# How the model is laid out, and the configuration that the document makes.
-EXAMPLES: dict[str, tuple[str, Callable[[DeviceMesh], DistributedConfig]]] = {
-    "1: FSDP": ("fsdp2-2", lambda mesh: create_processgroup_config(**along(mesh, fsdp_pg="shard"), costs="flops")),
-    "HSDP": (
-        "fsdp2-hsdp",
-        lambda mesh: create_processgroup_config(**along(mesh, fsdp_pg="shard", dp_pg="replicate"), costs="flops"),
-    ),
-    "2: FSDP and TP": (
-        "fsdp2-tp",
-        lambda mesh: create_devicemesh_config(device_mesh=mesh, mesh_dim_names=["dp", "tp"], costs="flops"),
-    ),
-    "3: DTensors": ("fsdp2-3", lambda mesh: create_dtensor_config(costs="flops")),
-    "auto": (
-        "fsdp2-tp",
-        lambda mesh: create_auto_config(
-            **along(mesh, tp_process_group="tp", fsdp_process_group="shard"), tp_shard_dim=1, costs="flops"
-        ),
-    ),
-    # Copies on all ranks: data parallelism, and context parallelism, whose gradients are averaged alike.
-    "DDP": ("ddp-of-3", lambda mesh: create_processgroup_config(**along(mesh, dp_pg="replicate"), costs="flops")),
-    "CP": ("ddp", lambda mesh: create_processgroup_config(**along(mesh, cp_pg="replicate"), costs="flops")),
-}
-
-
 def trained(
     model: nn.Module, config: DistributedConfig | None, mine: Callable[..., Any] = lambda tensors: tensors
 ) -> tuple[dict[str, Tensor], int]:
@@ -94,17 +65,6 @@ def trained(
     optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=config)
     calls = orthogonalized(optimizer, lambda step: loss_of(model, *mine(batch(step))).backward(), STEPS)
     return full_state(getattr(model, "module", model)), sum(calls)
-
-
-@pytest.mark.pitfall("P02", "P13")
-@pytest.mark.parametrize(("world", "name"), [(LAYOUTS[layout].world, n) for n, (layout, _) in EXAMPLES.items()])
-@on_ranks()
-def test_an_example_of_the_documents_equals_one_process(rank: int, world: int, name: str) -> None:
-    layout, make = EXAMPLES[name]
-    laid = lay(layout, build())
-    weights, count = trained(laid.model, make(LAYOUTS[layout].mesh(CPU)), laid.mine)
-    assert_equal_weights(weights, expected_weights())
-    assert over_ranks(count) == STEPS * MATRICES
 
 
 @pytest.mark.pitfall("P56")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.heard import heard
 from harness.network import Network, full_state, is_matrix
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
@@ -98,19 +99,9 @@ def test_a_state_that_was_loaded_is_cut_with_the_parameters(rank: int, world: in
 
 @on_ranks(2)
 def test_what_was_found_is_logged_once(rank: int, world: int) -> None:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("dmuon")
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with heard(logging.INFO) as records:
         program, optimizer = optimizer_then_ddp(build())
         train(program, optimizer, range(2), rank, world)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
     told = [text for text in records if "DistributedDataParallel" in text]
     assert told == (
         []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
+from harness.heard import heard
 from harness.network import Network, full_state, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
@@ -150,18 +149,6 @@ WAYS: list[tuple[Callable[[Network, int], Built], str | None]] = [
 AVERAGED = (ddp, ddp_later, ddp_thawed_then_wrapped_anew, composable, fsdp, dedicated, dedicated_and_sharded)
 
 
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dmuon").addHandler(handler)
-    try:
-        yield told
-    finally:
-        logging.getLogger("dmuon").removeHandler(handler)
-
-
 def backward(program: nn.Module, optimizer: dmuon.Muon, rank: int, world: int) -> None:
     optimizer.zero_grad()
     loss_of(program, *shard(batch(0), rank, world)).backward()
@@ -173,7 +160,7 @@ def test_each_parameter_has_one_known_averager_or_the_user_is_told(
     rank: int, world: int, way: Callable[[Network, int], Built], expected: str | None
 ) -> None:
     model = build()
-    with warnings() as told:
+    with heard() as told:
         program, optimizer = way(model, world)
         backward(program, optimizer, rank, world)
         before = {name: value.clone() for name, value in model.state_dict().items()}

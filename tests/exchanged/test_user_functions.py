@@ -362,28 +362,6 @@ def test_a_fault_of_a_function_ends_all_ranks(ranks: RankPool, name: str, togeth
     ranks(2, faulty_step, name, together, prefetch, timeout=20, expect=error, match=message)
 
 
-@pytest.mark.pitfall("P06")
-@pytest.mark.parametrize("move", [True, False])
-@on_ranks(2)
-def test_a_users_assignment_moves_stacks(rank: int, world: int, move: bool) -> None:
-    """A user's assign_fn asks the generated one, and gives its stack to the other rank, or not."""
-    group: Any = dist.group.WORLD
-    generated = create_processgroup_config(dp_pg=group, costs="flops")
-
-    def assign(params: list[Tensor], state: State) -> dict[int, int]:
-        planned = generated.assign_fn(params, state)
-        moved: dict[int, int] = {0: 1 - planned[0] if move else planned[0]}
-        state["moved to"] = moved[0]
-        return moved
-
-    config = replace(generated, assign_fn=assign)
-    stack = nn.Parameter(torch.ones(4, 3, 5))
-    optimizer = dmuon.Muon([{"params": [stack], "use_muon": True}], distributed_config=config)
-    stack.grad = torch.randn(4, 3, 5)
-    optimizer.step()
-    assert optimizer.last_step.ns_matrices == ((4 if config.state["moved to"] == rank else 0) if move else 2)
-
-
 # -- flat shards: what a matrix is only the functions know ----------------------------------------------------------
 
 
@@ -444,36 +422,3 @@ def test_flat_shards_train_by_the_shape_of_what_is_gathered(rank: int, world: in
         expected = whole.detach().flatten()[slice(*functions[0].bounds(i)[rank:][:2])]  # type: ignore[attr-defined]
         torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-6)
         assert optimizer.state[param]["momentum_buffer"].shape == param.shape
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "message"),
-    [
-        ((24,), (24,), "for parameter .* that Muon cannot take: a tensor of shape \\(24,\\) is no matrix"),
-        ((6, 4), (4, 6), "of shape \\(4, 6\\) for parameter .*; the whole matrix is \\(6, 4\\)"),
-    ],
-)
-@on_ranks(2)
-def test_flat_shards_come_back_as_one_matrix(
-    rank: int, world: int, first: tuple[int, ...], later: tuple[int, ...], message: str
-) -> None:
-    given = {0: first}
-    functions = flat_functions([(6, 4)], given)
-    [param] = [nn.Parameter(piece) for piece in flat_pieces([(6, 4)], functions, rank, None)]
-    config = DistributedConfig(lambda params, state: {0: 0}, *functions, {}, prefetch_count=0)
-    with pytest.raises(ValueError, match="has 1 dimensions"):  # not by generated functions
-        dmuon.Muon([{"params": [param], "use_muon": True}], distributed_config=create_dtensor_config())
-    optimizer = dmuon.Muon([{"params": [param], "use_muon": True}], distributed_config=config)
-    param.grad = torch.ones_like(param)
-    if first == later:
-        with pytest.raises(RuntimeError, match=message):
-            optimizer.step()
-        return
-    optimizer.step()
-    given[0] = later
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=message):
-            optimizer.step()
-        dist.broadcast_object_list([torch.zeros(24)], 0)  # for the other rank, which heard of nothing
-    else:
-        optimizer.step()

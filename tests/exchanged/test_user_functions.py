@@ -365,12 +365,8 @@ def test_a_fault_of_a_function_ends_all_ranks(ranks: RankPool, name: str, togeth
 # -- flat shards: what a matrix is only the functions know ----------------------------------------------------------
 
 
-def flat_functions(shapes: list[tuple[int, ...]], given: dict[int, tuple[int, ...]] | None = None) -> Functions:
-    """Of flat tensors cut at any element, as ZeRO does: a third for rank 0, the rest for rank 1, nothing for others.
-
-    Args:
-        given: by index, the shape in which a matrix is returned instead.
-    """
+def flat_functions(shapes: list[tuple[int, ...]]) -> Functions:
+    """Of flat tensors cut at any element, as ZeRO does: a third for rank 0, the rest for rank 1, nothing for others."""
 
     def bounds(index: int) -> list[int]:
         numel, world = prod(shapes[index]), dist.get_world_size()
@@ -380,8 +376,7 @@ def flat_functions(shapes: list[tuple[int, ...]], given: dict[int, tuple[int, ..
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, update)
         index = state["current_param_idx"]
-        shape = (given or {}).get(index, shapes[index])
-        return torch.cat(parts).view(shape) if dist.get_rank() == dst_rank else None
+        return torch.cat(parts).view(shapes[index]) if dist.get_rank() == dst_rank else None
 
     def redistribute(update: Tensor | None, src_rank: int, state: State) -> Tensor:
         found = [update]

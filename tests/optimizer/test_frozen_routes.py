@@ -93,7 +93,9 @@ def check(layout: str) -> None:
 
 
 @pytest.mark.pitfall("P87", "P19")
-@pytest.mark.parametrize("layout", ["fsdp2-2", "ddp", "1d", "1d-two-lines", "tp-alone"])
+@pytest.mark.parametrize(
+    "layout", ["fsdp2-2", "ddp", "1d-two-lines", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1d", "tp-alone"))]
+)
 @on_ranks(2, timeout=180.0)
 def test_what_is_unfrozen_trains_as_in_one_process(rank: int, world: int, layout: str) -> None:
     check(layout)

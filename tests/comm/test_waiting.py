@@ -137,7 +137,7 @@ def test_an_interrupt_of_dedicate_params_ends_every_rank_with_a_named_error(wher
     assert other.seconds < SPARE + 10.0
 
 
-@pytest.mark.parametrize("alone", ["vote before step()", "norm of tensors"])
+@pytest.mark.parametrize("alone", ["vote before step()", pytest.param("norm of tensors", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alone: str) -> None:
     """Of a step or a norm that one rank takes alone, until the other comes after all; quick waits say nothing."""

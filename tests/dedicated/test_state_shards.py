@@ -128,7 +128,7 @@ USES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(("layout", "world"), [("shard-2", 2), ("tp", 4)])
+@pytest.mark.parametrize(("layout", "world"), [("shard-2", 2), pytest.param("tp", 4, marks=pytest.mark.slow)])
 @on_ranks(timeout=120.0)
 def test_what_users_make_of_a_state_dict_is_saved_as_it_is_of_one_process(
     rank: int, world: int, layout: str, tmp_path: Path

@@ -366,10 +366,3 @@ def test_a_planted_bug_is_found(ranks: RankPool, place: str) -> None:
     plant = next(plant for plant in plants.plants() if str(plant) == place)
     races = pairs(observed(ranks, PLANTS[place], plant))
     assert races - set(ALLOWED.get(PLANTS[place], {})), "no race is found that would not be without the plant"
-
-
-def test_a_plant_is_gone_afterwards(ranks: RankPool) -> None:
-    """Ranks live from test to test."""
-    name = "lines"
-    plant = next(plant for plant in plants.plants() if str(plant) == "fill.wait in OwnedBuffer._settle")
-    assert pairs(observed(ranks, name, plant)) and not pairs(observed(ranks, name))

@@ -209,10 +209,6 @@ class _Ballot:
         self.copies = CopiesVote(domain.position, {})
         self.keeping: list[FullReplicationRound] = []
 
-    def lacking(self, edited: bool) -> list[bool]:
-        """Whether momentum must be gathered for those that keep it; nothing where none does."""
-        return [edited or any(one.momenta is None for one in self.keeping)] if self.keeping else []
-
 
 @dataclass(eq=False, repr=False)
 class Exchange(Residency):
@@ -227,6 +223,7 @@ class Exchange(Residency):
         known: what generated functions know of the parameters, whose groups the next assignment uses again.
         copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
         edited: momentum of this rank was changed since its last step: what others keep of it is gathered again.
+        keeps_momentum: this rank keeps momentum of matrices of which state shows a part.
     """
 
     config: DistributedConfig
@@ -239,7 +236,7 @@ class Exchange(Residency):
     copies: Mapping[int, dist.ProcessGroup]
 
     def __post_init__(self) -> None:
-        self.edited = False
+        self.edited = self.keeps_momentum = False
         self._laid_out, _ = layouts_and_gradients(self.params)
         self._rank = this_rank()
         self._options: weakref.WeakMethod[Options] | None = None
@@ -249,11 +246,6 @@ class Exchange(Residency):
     @property
     def prefetch(self) -> int:
         return self.config.prefetch_count
-
-    @property
-    def keeps_momentum(self) -> bool:
-        """Whether this rank keeps momentum of matrices of which state shows a part."""
-        return any(ballot.keeping for ballot in self._ballots)
 
     @abstractmethod
     def alone(self) -> list[Tensor]:
@@ -335,7 +327,9 @@ class Exchange(Residency):
                 said = copies.numbers() if said else said
             except Exception as error:
                 fault = fault or error
-            flags = [*map(present.__contains__, ids), *said, *ballot.lacking(self.edited)]
+            flags = [*map(present.__contains__, ids), *said]
+            if ballot.keeping:  # is momentum to be gathered for those that keep it?
+                flags.append(self.edited or any(one.momenta is None for one in ballot.keeping))
             try:
                 faulty = None if fault is None else self._rank
                 with domain.vote_stream.alone():
@@ -433,6 +427,7 @@ class LayoutExchange(Exchange):
                 rounds.append(round_)
                 if isinstance(round_, FullReplicationRound):
                     ballots[id(round_.domain)].keeping.append(round_)
+                    self.keeps_momentum = True
                 if round_.exchanged:  # the first vote compares it
                     round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.prefetch}")
         return rounds

@@ -194,7 +194,9 @@ def _in_line(ranks: Sequence[GlobalRank], sizes: tuple[int, ...]) -> _Line:
 
 @lru_cache(maxsize=256)
 def _reordered(layout: ShardLayout, order: tuple[int, ...]) -> ShardLayout:
-    return layout.reordered(order)
+    """The layout whose position ``i`` is the position ``order[i]`` of ``layout``."""
+    pieces, replicas = tuple(layout.pieces[i] for i in order), tuple(layout.replicas[i] for i in order)
+    return ShardLayout(layout.shape, pieces, replicas, layout.flat)
 
 
 def place_replicated(param: Tensor, ranks: Sequence[GlobalRank]) -> ParameterLayout:

@@ -91,11 +91,6 @@ class ShardLayout:
         """Of thousands of pieces, once: layouts are keys wherever parameters lie alike."""
         return self._hash
 
-    def reordered(self, order: Sequence[int]) -> ShardLayout:
-        """The layout whose position ``i`` is this one's ``order[i]``."""
-        pieces, replicas = tuple(self.pieces[i] for i in order), tuple(self.replicas[i] for i in order)
-        return ShardLayout(self.shape, pieces, replicas, self.flat)
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:

@@ -182,8 +182,6 @@ def groups_from(
         if not any(group["use_muon"] for group in groups):
             _log.warning("Muon trains no parameter: no group has use_muon=True; AdamW trains all")
         return groups
-    if any(isinstance(item, Mapping) for item in items):
-        raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")
     return _multiplied(_by_dimension(*_named_apart(items)), lr_multipliers, names)
 
 

@@ -468,7 +468,8 @@ class Muon(torch.optim.Optimizer):
             TypeError, ValueError: options, state or gradients that cannot be used.
         """
         check_moment(self._device, self._wrapping, copied=bool(self._origin.copies), params=self._names.keys())
-        self.flush()
+        if self._deferred is not None:
+            self.flush()
         loss = None
         if closure is not None:
             with torch.enable_grad():

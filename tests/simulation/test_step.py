@@ -87,8 +87,6 @@ KEPT = replace(TWO, kept=True)
         ("dedicated", case(0, 3, world=4, replicate=2), 3 + 3 + 20 + 3 + 40 + 5 + 5 + 7),
         # Tensor parallel ranks share the work.
         ("dedicated", case(0, 1, tp=2), 5 + 5 + 10 + 10 + 7),
-        # All wait for a rank of half the speed.
-        ("adamw", replace(TWO, speed=0.5), 4 + 40 + 4 + 80 + 6),
     ],
 )
 def test_steps_by_hand(name: step.Program, scenario: scenario.Scenario, seconds: float) -> None:

@@ -164,7 +164,6 @@ class Scenario:
         plan: owners, which the exchanged residency is taken to share, and what each takes for its matrices.
         costs: of a batch whose parts are not gathered first, as tensor parallelism makes owners do.
         kept: weights stay whole from forward to backward (``reshard_after_forward=False``).
-        speed: of the slowest rank, which all others wait for in forward and backward.
         efficiency: part of the peak that forward and backward reach.
         contention: how much longer computation takes while a collective of owners is under way, as a part of the time
             of both, beyond what FSDP2's collectives do to it; the efficiency of forward and backward has those.
@@ -179,7 +178,6 @@ class Scenario:
     hardware: Hardware
     topology: Topology
     kept: bool = False
-    speed: float = 1.0
     efficiency: float = EFFICIENCY
     contention: float = CONTENTION
 
@@ -190,7 +188,7 @@ class Scenario:
     @property
     def flops_per_s(self) -> float:
         """Of the whole computation of a block, which tensor-parallel ranks divide."""
-        return self.hardware.device.peak_flops * self.efficiency * self.topology.tp * self.speed
+        return self.hardware.device.peak_flops * self.efficiency * self.topology.tp
 
     def batches(self, shapes: Mapping[tuple[int, int], int]) -> list[float]:
         """Seconds of the batches that so many matrices per stored shape make on one rank."""

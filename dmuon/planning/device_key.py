@@ -81,6 +81,7 @@ def device_key(device: torch.device, options: NsOptions) -> CacheKey:
         coefficients=str(options.coefficients) if named else repr(coefficients),
         steps=options.steps,
         compilers=compilers,
+        threads=torch.get_num_threads() if device.type == "cpu" else 1,
     )
 
 

@@ -101,15 +101,15 @@ class OwnerPlan:
 
     @property
     def balance(self) -> float:
-        """Largest predicted load over the mean load; 1 is perfect."""
-        loads = list(self.solution.loads_ns)
+        """Largest predicted load over the mean load, with what was planned before; 1 is perfect."""
+        loads = self.solution.ends_ns
         mean = sum(loads) / len(loads)
         return max(loads) / mean if mean > 0 else 1.0
 
     def summary(self) -> str:
         """In one line: how much, over how many ranks, what that is predicted to take, and where costs came from."""
         elements = sum(m.rows * m.cols for m in self.matrices)
-        loads = self.solution.loads_ns
+        loads = self.solution.ends_ns
         return (
             f"{len(self.matrices)} matrices of {elements:,} elements over {len(loads)} ranks; predicted "
             f"{max(loads) / 1e6:.3f} ms on the slowest, {sum(loads) / len(loads) / 1e6:.3f} ms on average; "

@@ -68,8 +68,8 @@ def measure(
 
     Every shape's smallest batch is timed before any shape's next. What does not fit ``budget_s`` or the device's memory
     is left out. Forms and back ends of Newton–Schulz are tried first, in half of a batch's share of the budget; the
-    fastest is timed, and named in the result. Medians do not fall with batch size. On the CPU one thread works; the
-    setting is restored. Call :func:`build_kernels` before: compiling counts like anything else.
+    fastest is timed, and named in the result. Medians do not fall with batch size. On the CPU as many threads work as
+    torch is set to. Call :func:`build_kernels` before: compiling counts like anything else.
 
     Args:
         work: shape (small side, large side) to batch sizes.
@@ -324,20 +324,16 @@ def _isotonic(timings: Mapping[int, Timing]) -> dict[int, Timing]:
 def _clock(device: torch.device) -> Iterator[Clock]:
     if device.type == "cpu":
         cache = torch.empty(_CPU_CACHE_BYTES, dtype=torch.uint8)  # as below
+        # CPU time of this thread, where it is alone: other processes on the machine do not count.
+        now = time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
 
         def cpu_time(function: Callable[[], None]) -> int:
             cache.zero_()
-            # CPU time of this thread: other processes on the machine do not count.
-            start = time.thread_time_ns()
+            start = now()
             function()
-            return max(1, time.thread_time_ns() - start)
+            return max(1, now() - start)
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # spinning threads would time each other
-        try:
-            yield cpu_time
-        finally:
-            torch.set_num_threads(threads)
+        yield cpu_time
         return
     module = torch.get_device_module(device.type)
     with module.device(device):

@@ -216,9 +216,9 @@ def gram_message(batch: SharedBatch, group: Mapping[str, Any], device: torch.dev
 def travel_bytes(
     group: Mapping[str, Any], momentum: torch.dtype, device: torch.device, strategy: Strategy = "owner"
 ) -> tuple[int, int]:
-    """Bytes of an element of momentum on its way to its owner, and of an update on its way back."""
+    """Bytes of an element of momentum (or gradient) on its way to its owner, and of an update on its way back."""
     numerics = numerics_of(group, momentum, device)
-    normalized = numerics.sent_normalized or strategy == "sharded"
+    normalized = strategy == "sharded" or (numerics.sent_normalized and strategy != "full_replication")
     return (numerics.storage if normalized else momentum).itemsize, numerics.storage.itemsize
 
 

@@ -222,7 +222,7 @@ def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRo
         count,
         shape_text(shape),
         first.lies if len(lies) == 1 else pattern(first.lies),
-        ranks_text(row.owner for row in rows) if first.strategy == "owner" else first.strategy,
+        first.strategy if first.owner is None and first.strategy != "owner" else ranks_text(row.owner for row in rows),
         _batches(rows),
         first.runs,
         time_text(sum(known)) if known else "" if first.owner is None else time_text(None),

@@ -18,7 +18,7 @@ from dmuon.planning.cost_cache import CostCache, CostCacheError
 ROOT = Path(__file__).resolve().parents[2]
 KEY = {
     "device": "Device X", "sm_count": 132, "driver": "550.1", "torch": "2.13.0", "cuda": "12.8", "dtype": "float16",
-    "kernels": "abc123", "coefficients": "polar_express", "steps": 5, "compilers": "triton 3.6.0",
+    "kernels": "abc123", "coefficients": "polar_express", "steps": 5, "compilers": "triton 3.6.0", "threads": 1,
 }  # fmt: skip
 T = "entries/64x256/1"
 
@@ -146,12 +146,12 @@ def test_an_invalid_file_is_refused_naming_file_field_and_remedy(
     assert str(tmp_path / "given.json") in refused and "dmuon-profile" in refused
 
 
-@pytest.mark.parametrize("path", ["key/compilers", f"{T}/variant"])
-def test_what_files_of_earlier_versions_lack_is_empty(merged: Callable[..., Any], path: str) -> None:
+@pytest.mark.parametrize(("path", "usual"), [("key/compilers", ""), ("key/threads", 1), (f"{T}/variant", "")])
+def test_what_files_of_earlier_versions_lack_is_as_it_was(merged: Callable[..., Any], path: str, usual: object) -> None:
     _, found = merged(broken(path, ...))
     for part in path.split("/"):
         found = found[part]
-    assert found == ""
+    assert found == usual
 
 
 @pytest.mark.pitfall("P50")

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.comm import waiting
+from dmuon.comm import monitor
 from dmuon.comm.agreement import run_awaited
 from dmuon.planning import agreed_plan, cost_lookup
 
@@ -150,7 +150,7 @@ def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alo
     logging.getLogger("dmuon.comm").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("_watcher", None), ("_SECONDS", 1.0), ("_POLL_SECONDS", 0.2)):
-            patch.setattr(waiting, name, value)
+            patch.setattr(monitor, name, value)
         model, mesh = build(), init_device_mesh("cpu", (world,))
         if alone == "norm of tensors":
             dmuon.dedicate_params(model, mesh, costs="flops")
@@ -171,4 +171,4 @@ def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alo
         assert "ranks 1 do not wait for it too: let every rank come there" in told[0]
     else:
         assert not told
-    assert not waiting._waits
+    assert not monitor._waits

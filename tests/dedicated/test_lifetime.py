@@ -45,11 +45,6 @@ def no_collections() -> Iterator[None]:
         gc.enable()
 
 
-def averages() -> set[str]:
-    """Groups that are made by the first backward, where gradients are averaged."""
-    return {name for name in group_names() if name.startswith("dmuon_average")}
-
-
 def mesh_of(world: int) -> DeviceMesh:
     if world == 4:
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -89,7 +84,7 @@ def test_deleted_models_and_optimizers_are_freed_at_once(rank: int, world: int) 
             else:
                 del optimizer, model
             assert [reference() for reference in references if reference() is not None] == []
-            assert group_names() - made <= averages(), "the second model and what follows use the groups of the first"
+            assert group_names() == made, "the second model and what follows use the groups of the first"
 
 
 @on_ranks(2)
@@ -211,7 +206,7 @@ def test_models_that_share_groups_train_side_by_side(rank: int, world: int) -> N
             reference.zero_grad()
             loss_of(one, *batch(step)).backward()
             reference.step()
-    assert group_names() - made <= averages()
+    assert group_names() == made
     for model, one in zip(models, alone, strict=True):
         assert_equal_weights(full_state(model), {name: value.detach() for name, value in one.state_dict().items()})
 

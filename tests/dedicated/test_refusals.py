@@ -112,7 +112,7 @@ BY_FSDP = r"'blocks\.0\..*call dmuon\.fully_shard instead"
 EVERYWHERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "mesh is a group": (
         lambda: refused(build(), dist.group.WORLD),
-        TypeError, "mesh must be a torch.distributed DeviceMesh, got ProcessGroup",
+        TypeError, "mesh must be a torch.distributed DeviceMesh, such as .*, got ProcessGroup",
     ),
     "mesh tp": (
         lambda: refused(build(), pairs("tp")),

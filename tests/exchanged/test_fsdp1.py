@@ -95,6 +95,18 @@ def test_every_strategy_equals_one_process(rank: int, world: int) -> None:
         assert shapes == {True}
 
 
+@on_ranks(2)
+def test_each_rank_may_orthogonalize_what_lies_flat(rank: int, world: int) -> None:
+    for strategy in ("replicated", "full_replication"):
+        model = wrapped(build(), auto_wrap_policy=BLOCKS)
+        optimizer = dmuon.Muon(model, strategy=strategy, **OPTIONS)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, *shard(batch(step), rank, world)).backward()
+            optimizer.step()
+        assert_equal_weights(whole(model), reference_weights(3))
+
+
 @on_ranks(3)
 def test_clipping_accumulation_no_sync_and_missing_gradients(rank: int, world: int) -> None:
     plain, model = build(), wrapped(build(), auto_wrap_policy=BLOCKS)

@@ -228,10 +228,7 @@ def identity(update: Tensor, rank: int, state: State) -> Tensor:
 def test_a_single_process_works_with_functions_that_do_nothing(prefetch: int) -> None:
     shapes: list[tuple[int, ...]] = [(6, 4), (2, 3, 5), (1, 7)]
     config = DistributedConfig(lambda params, state: {0: [0, 1, 2]}, identity, identity, {}, prefetch_count=prefetch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stepped(0, 1, config, shapes, cut=False)
-    assert len([w for w in caught if "prefetch_count=1 only holds more memory" in str(w.message)]) == prefetch
+    stepped(0, 1, config, shapes, cut=False)
 
 
 @pytest.mark.pitfall("P39")
@@ -247,18 +244,6 @@ def test_functions_may_write_into_what_they_are_given(nesterov: bool) -> None:
         config = DistributedConfig(lambda params, state: {0: 0, 1: 0}, gather_fn, identity, {}, prefetch_count=0)
         found.append(stepped(0, 1, config, [(6, 4), (3, 5)], cut=False, nesterov=nesterov))
     assert all(map(torch.equal, found[0], found[1]))
-
-
-@pytest.mark.parametrize(("name", "prefetch", "times"), [("synchronous", 1, 1), ("synchronous", 0, 0), ("mixed", 1, 0)])
-@on_ranks(2)
-def test_synchronous_functions_warn_once_of_useless_prefetching(
-    rank: int, world: int, name: str, prefetch: int, times: int
-) -> None:
-    config = DistributedConfig(by_index, *ROWS[name], {}, prefetch_count=prefetch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stepped(rank, world, config, [(6, 4)] * 4, cut=True)
-    assert sum(f"prefetch_count={prefetch} only holds more memory" in str(w.message) for w in caught) == times
 
 
 # -- users' functions beside generated ones ---------------------------------------------------------------------------

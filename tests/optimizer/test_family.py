@@ -21,7 +21,7 @@ from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import DECAY, LR, OPTIONS, batch, build
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -70,7 +70,7 @@ def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, member
 
 
 @EVERY
-@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+@pytest.mark.parametrize("strategy", ["replicated", "sharded", "full_replication"])
 @on_ranks(2)
 def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member: str, strategy: str) -> None:
     if (member, strategy) == ("function", "sharded"):
@@ -443,6 +443,38 @@ def test_momentum_is_converted_by_a_load() -> None:
             assert torch.equal(values["momentum_buffer"], again["state"][i]["momentum_buffer"].float())
     with pytest.raises(ValueError, match=r"momentum_dtype must be torch\.bfloat16 or None"):
         dmuon.Muon(build(), momentum_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum_dtype": torch.bfloat16},
+        {"ns_dtype": torch.float32},
+        {"orthogonalize": polar},
+        {"adjust_lr_fn": lambda shape: 0.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("form", ["flatten_optimizer_state_dict", "full_state_dict"])
+def test_torch_saves_options_that_are_no_numbers(options: dict[str, Any], form: str) -> None:
+    chosen = StateDictOptions(**{form: True})
+    models = [build(), build()]
+    optimizers = [dmuon.Muon(model, **{**OPTIONS, **options}) for model in models]
+
+    def step(index: int) -> None:
+        models[index].zero_grad()
+        loss_of(models[index], *batch(7)).backward()
+        optimizers[index].step()
+
+    step(0)
+    saved = get_optimizer_state_dict(models[0], optimizers[0], options=chosen)
+    models[1].load_state_dict(models[0].state_dict())
+    set_optimizer_state_dict(models[1], optimizers[1], saved, options=chosen)
+    name, value = next(iter(options.items()))
+    assert optimizers[1].param_groups[0][name] == value
+    for index in (0, 1):
+        step(index)
+    assert_equal_weights(dict(models[1].state_dict()), dict(models[0].state_dict()))
 
 
 @pytest.mark.parametrize(("deviation", "most", "least"), [(0.01, 0.05, 0.04), (0.1, 0.001, 0.0), (1.0, 0.001, 0.0)])

@@ -196,8 +196,9 @@ def test_all_ranks_build_their_kernels_before_any_measures(measurements, monkeyp
 
 
 @pytest.mark.pitfall("P50")
-def test_another_devices_costs_are_not_used(measurements, keep):
-    keep(ALL, device="Another device")
+@pytest.mark.parametrize("other", [{"device": "Another device"}, {"threads": 2}], ids=str)
+def test_another_devices_costs_are_not_used(measurements, keep, other):
+    keep(ALL, **other)
     assert alone()[0].costs[16, 16][1] == 16_000
     assert len(measurements) == 6
 
@@ -237,12 +238,17 @@ def test_an_explicit_path_is_used_as_it_is(measurements, keep, tmp_path):
     ("name", "message"),
     [
         ("alien.json", "key field 'device' is 'Another device'"),
+        (
+            "threads.json",
+            "key field 'threads' is 2, this run's is 1; measure on this device with OMP_NUM_THREADS=1 dmuon",
+        ),
         ("bad.json", "corrupt or truncated"),
         ("none.json", "no such file"),
     ],
 )
 def test_an_unusable_path_is_the_same_error_on_every_rank(measurements, keep, tmp_path, name, message, world):
     keep({(16, 16): {1: 10}}, tmp_path / "alien.json", device="Another device")
+    keep({(16, 16): {1: 10}}, tmp_path / "threads.json", threads=2)
     (tmp_path / "bad.json").write_text("{")
     errors = together(world, costs=str(tmp_path / name))
     assert all(isinstance(e, costs.CostCacheError) and name in str(e) and message in str(e) for e in errors)

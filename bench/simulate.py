@@ -17,7 +17,7 @@ from common.results import write_json
 from common.scaling import Grid, scaling
 
 from dmuon.tools.simulation.hardware import HARDWARE
-from dmuon.tools.simulation.scenario import EFFICIENCY
+from dmuon.tools.simulation.step import EFFICIENCY
 
 _FIT = Path(__file__).parent / "results" / "simulation-fit.json"
 

@@ -30,7 +30,7 @@ from dmuon.tools.cli.arguments import (
 )
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, hardware
 from dmuon.tools.simulation.prediction import meshes, recommend, report
-from dmuon.tools.simulation.scenario import EFFICIENCY, Scenario, Workload
+from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
 from dmuon.tools.simulation.wave_model import describe, wave_costs
 
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)

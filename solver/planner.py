@@ -10,8 +10,8 @@ import numpy as np
 from .costs import CostTable
 from .exact import Solution, refine
 from .heuristics import batch_greedy, level_bytes, longest_first, multifit, round_robin, shorten
-from .inputs import BASELINES, ClassKey, Infeasible, Matrix, Rank, SolveOptions, check_matrices, check_ranks
-from .problem import FORBIDDEN, Counts, Problem, build_problem, lower_bound
+from .inputs import BASELINES, ClassKey, Matrix, Rank, SolveOptions, check_matrices, check_ranks
+from .problem import Counts, Problem, build_problem, lower_bound
 from .result import Plan
 from .spread import spread_blocks, xor_labels
 
@@ -30,8 +30,8 @@ def plan(
         ranks: a number of equal ranks on one node, or one ``Rank`` each.
 
     Raises:
-        ValueError: no matrices, no ranks, two matrices of one name, a shape without costs, or limits that leave no room
-            (named).
+        ValueError: no matrices, no ranks, two matrices of one name, a shape without costs, or a pool that no rank
+            takes.
     """
     options = options or SolveOptions()
     ordered, owners = check_matrices(matrices), check_ranks(ranks)
@@ -39,7 +39,6 @@ def plan(
     bound = lower_bound(problem)
     starts = _starts(problem, bound)
     solution = refine(problem, _shortest(problem, starts, bound), options)
-    _check_limits(problem, solution)
     even = _most_even(problem, solution, starts, options)
     spread = spread_blocks(ordered, _quota(problem, even.counts))
     return _finished(problem, ordered, xor_labels(spread, owners), even, costs)
@@ -73,7 +72,6 @@ def baseline(
         counts = batch_greedy(problem)
     else:
         raise ValueError(f"baseline {name!r} is unknown; use one of {', '.join(BASELINES)}")
-    _check_limits(problem, Solution(counts, 1, name))
     if rank_of is None:
         rank_of = spread_blocks(ordered, _quota(problem, counts))
     bound = max(lower_bound(problem), bound_ns or 0)
@@ -151,10 +149,3 @@ def _most_even(
             note = "; ".join(filter(None, (solution.note, "its bytes are more even than those of what was shorter")))
             candidates.append(replace(solution, counts=level_bytes(problem, counts, limit), stage=stage, note=note))
     return min(candidates, key=lambda item: int(problem.rank_bytes(item.counts).max()))
-
-
-def _check_limits(problem: Problem, solution: Solution) -> None:
-    if problem.makespan(solution.counts) >= FORBIDDEN:
-        raise Infeasible(
-            "no assignment within the limits on memory and pools was found; raise memory, widen pools, or add ranks"
-        )

@@ -15,26 +15,13 @@ _PERMUTED_CLASSES = 4  # 24 orders; more classes are tried in a few orders only
 
 
 def longest_first(problem: Problem) -> Counts:
-    """LPT on ``T(1)``: the longest matrix next, to the rank with the least work. Blind to batching; the baseline."""
+    """LPT on ``T(1)``: the longest matrix next, to the rank with the least work. Blind to batching."""
     return _schedule(problem, [np.arange(cost.shape[1]) * cost[:, 1:2] for cost in problem.costs])
 
 
 def batch_greedy(problem: Problem) -> Counts:
     """The longest class next, each matrix to the rank that would then finish first, given what batching saves."""
     return _schedule(problem, problem.costs)
-
-
-def round_robin(problem: Problem, order: Sequence[int]) -> list[int]:
-    """A rank for each matrix, given their classes: each rank in turn, skipping those that may not own it."""
-    kinds = problem.kind_of.tolist()
-    able = [[bool(cost[kind, 1] < FORBIDDEN) for kind in range(problem.kinds)] for cost in problem.costs]
-    owners, rank = [], 0
-    for s in order:
-        while not able[s][kinds[rank]]:
-            rank = (rank + 1) % problem.ranks
-        owners.append(rank)
-        rank = (rank + 1) % problem.ranks
-    return owners
 
 
 def _schedule(problem: Problem, costs: Sequence[Ints]) -> Counts:

@@ -10,7 +10,6 @@ from typing import Literal, get_args
 Shape = tuple[int, int]  # (small side, large side)
 ClassKey = tuple[int, int, str]  # rows, columns, pool: what matrices in one batch have in common
 Method = Literal["auto", "milp", "greedy"]
-BASELINES = ("round-robin", "lpt", "greedy")
 
 _FP32_BYTES = 4
 _STATE_BYTES = 2 * _FP32_BYTES  # master and momentum

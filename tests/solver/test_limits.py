@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from instances import LimitedCase, exact_makespan, limited_problems, linear_costs, make_matrices
 
-from dmuon.solver import Infeasible, Matrix, Plan, Rank, SolveOptions, baseline, plan
+from dmuon.solver import Infeasible, Matrix, Plan, Rank, SolveOptions, plan
 
 
 def check(result: Plan, ranks: list[Rank]) -> None:
@@ -75,11 +75,3 @@ def test_byte_slack_trades_makespan_for_even_bytes() -> None:
         found[slack, gap] = result.makespan_ns, max(result.rank_bytes)
     even, uneven = (130, 7 * 64 * 64 * 4), (100, 10 * 64 * 64 * 4)
     assert found == {(0.5, 0.01): uneven, (0.5, 0.5): even, (0.0, 0.5): uneven}, "a gap of 1 % comes first"
-
-
-@pytest.mark.parametrize("name", ["round-robin", "lpt", "greedy"])
-def test_baselines_own_everything_within_pools(name: str) -> None:
-    stages, ranks = staged(12, 2)
-    check(baseline(name, stages, ranks, linear_costs(10)), ranks)
-    with pytest.raises(ValueError, match="baseline 'best' is unknown; use one of round-robin, lpt, greedy"):
-        baseline("best", stages, ranks, linear_costs(10))

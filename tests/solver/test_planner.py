@@ -24,19 +24,18 @@ from instances import (
     shape_costs,
 )
 
-from dmuon.solver import BASELINES, CostTable, Matrix, Rank, SolveOptions, baseline, plan
+from dmuon.solver import CostTable, Matrix, Rank, SolveOptions, plan
 
 GREEDY = SolveOptions(method="greedy")
 
 
 @given(problems())
 @settings(deadline=None, max_examples=50)
-def test_bound_is_below_and_makespan_above_the_optimum_and_no_heuristic_is_better(case: Case) -> None:
+def test_bound_is_below_and_makespan_above_the_optimum(case: Case) -> None:
     result, optimum = plan(*case, SolveOptions(byte_slack=0.0)), exact_makespan(*case)
     assert optimum is not None
     assert result.bound_ns <= optimum <= result.makespan_ns
     assert result.gap <= 0.01 or result.makespan_ns - result.bound_ns <= 1
-    assert all(result.makespan_ns <= baseline(name, *case).makespan_ns for name in BASELINES)
 
 
 @given(problems())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.heard import heard
 from harness.network import Network, full_state, is_matrix
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
@@ -71,19 +72,9 @@ def test_each_matrix_has_one_owner_in_any_order(rank: int, world: int, order: Ca
 
 @on_ranks(2)
 def test_what_was_found_is_logged_once(rank: int, world: int) -> None:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("dmuon")
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with heard(logging.INFO) as records:
         program, optimizer = optimizer_then_ddp(build())
         train(program, optimizer, range(2), rank, world)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
     told = [text for text in records if "DistributedDataParallel" in text]
     assert told == (
         []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -169,20 +167,6 @@ def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, key, cont
         alone()
     assert len(measurements) == 6
     assert set(costs.CostCache.load(path).entries) == set(COUNTS)
-
-
-@pytest.mark.pitfall("P71", "P72")
-@pytest.mark.timeout(60)
-def test_a_pipe_in_the_users_cache_is_named_left_and_done_without(measurements, key):
-    path = costs.user_cache_path(key)
-    path.parent.mkdir(parents=True)
-    os.mkfifo(path)
-    with pytest.warns(UserWarning) as told:
-        alone()
-    said = [str(one.message) for one in told]
-    assert said[0].startswith(f"cost cache {path}: not a file; ") and said[0].endswith("measuring anew")
-    assert "cannot be written" in said[1] and "is no regular file" in said[1]
-    assert len(measurements) == 6 and stat.S_ISFIFO(os.lstat(path).st_mode)
 
 
 @pytest.mark.pitfall("P93")

@@ -14,16 +14,6 @@ from dmuon.planning import device_key, profiler
 CPU = torch.device("cpu")
 
 
-def test_timings_are_isotonic_and_complete():
-    work = {(16, 32): (1, 2, 4, 8), (32, 64): (1, 2)}
-    timings = profiler.measure(work, device=CPU, budget_s=5)
-    assert {shape: tuple(batches) for shape, batches in timings.items()} == work
-    for batches in timings.values():
-        medians = [t.median_ns for t in batches.values()]
-        assert medians == sorted(medians)
-        assert all(1 <= t.p10_ns <= t.median_ns <= t.p90_ns and t.n >= 1 for t in batches.values())
-
-
 @pytest.fixture
 def timed(monkeypatch):
     """Shapes and batch sizes in the order in which they are timed, with the number of threads."""
@@ -248,17 +238,3 @@ def test_each_option_is_part_of_the_key():
         assert key.dtype == str(options.dtype or torch.float32).removeprefix("torch.")
         assert key.sm_count == 0 and key.device and key.torch == torch.__version__ and len(key.kernels) == 16
     assert keys[0].dtype == "float32" and keys[0] == device_key.device_key(CPU, profiler.NsOptions(dtype=torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("shape", "most", "device", "sizes"),
-    [
-        ((64, 64), 100, "cpu", (1, 2, 4, 8, 16)),
-        ((64, 64), 3, "cpu", (1, 2)),
-        ((512, 2048), 100, "cpu", (1,)),
-        ((512, 2048), 100, "cuda", (1, 2, 4, 8, 16, 32, 64)),
-        ((8192, 28672), 100, "cuda", (1,)),
-    ],
-)
-def test_batch_sizes_are_powers_of_two_that_the_device_runs_at_once(shape, most, device, sizes):
-    assert profiler.useful_batch_sizes(shape, most, torch.device(device)) == sizes

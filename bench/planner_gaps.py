@@ -24,10 +24,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from common.results import write_report
+from common.rules import baseline
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
-from dmuon.solver import CostTable, Matrix, SolveOptions, baseline, plan
+from dmuon.solver import CostTable, Matrix, SolveOptions, plan
 from dmuon.tools.simulation.hardware import HARDWARE
 from dmuon.tools.simulation.wave_model import describe, wave_costs
 

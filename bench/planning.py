@@ -31,6 +31,7 @@ from common.options import parse
 from common.published import PI0
 from common.ranks import over_ranks, run_ranks, share
 from common.results import origin, without_home, write_json
+from common.rules import baseline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -42,7 +43,7 @@ from dmuon.dedicated.runtime import Runtime
 from dmuon.model.config import read_model
 from dmuon.planning.cost_lookup import find_costs
 from dmuon.planning.owner_plan import FoundCosts
-from dmuon.solver import CostTable, Matrix, Plan, baseline
+from dmuon.solver import CostTable, Matrix, Plan
 
 OURS = "ours"
 LIMIT = 1.02  # of the best: what counts as equal

@@ -23,7 +23,7 @@ from common.results import write_json
 from common.scaling import Grid, scaling
 
 from dmuon.tools.simulation.hardware import HARDWARE, hardware
-from dmuon.tools.simulation.scenario import EFFICIENCY
+from dmuon.tools.simulation.step import EFFICIENCY
 from dmuon.tools.simulation.wave_model import Product, product_s
 
 _FIT = Path(__file__).parent / "results" / "simulation-fit.json"

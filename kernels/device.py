@@ -75,8 +75,6 @@ def kernels_of(module: Literal["symmetric_quack", "symmetric_triton", "update_tr
 
 # -- streams -------------------------------------------------------------------------------------------------
 
-_in_place: dict[str, Any] = {}  # by type of device
-
 
 def streams_of(device: torch.device) -> Any:
     """The module with the streams and events of ``device``, as ``torch.cuda`` is.
@@ -85,21 +83,7 @@ def streams_of(device: torch.device) -> Any:
     """
     if device.type == "cpu":
         return None
-    return _in_place.get(device.type) or torch.get_device_module(device.type)
-
-
-@contextmanager
-def streams_in_place(device_type: str, module: Any) -> Iterator[None]:
-    """Meanwhile :func:`streams_of` answers ``module`` for devices of this type: a check may delay what is queued."""
-    before = _in_place.get(device_type)
-    _in_place[device_type] = module
-    try:
-        yield
-    finally:
-        if before is None:
-            del _in_place[device_type]
-        else:
-            _in_place[device_type] = before
+    return torch.get_device_module(device.type)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -235,12 +235,7 @@ def newton_schulz_flops(
     if isinstance(sequence, Squares):
         return 2 * int(squares_cost(shape, sequence))
     variant = choose_variant(shape, 1, sequence, storage, device, backend="torch")
-    return iteration_flops(shape, steps, variant.restarts if variant.method == "gram" else None)
-
-
-def iteration_flops(shape: tuple[int, int], steps: int, restarts: Sequence[int] | None) -> int:
-    """Operations for one matrix with whole products in the Gram form; ``restarts=None``: the standard form."""
-    return 2 * int(relative_cost(shape, steps, restarts))
+    return 2 * int(relative_cost(shape, steps, variant.restarts if variant.method == "gram" else None))
 
 
 # -- the iteration -------------------------------------------------------------------------------------------

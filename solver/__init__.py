@@ -1,12 +1,11 @@
 """Owner assignment: which rank runs Newton–Schulz for which matrix. No torch; PuLP only when a MILP is solved."""
 
 from .costs import CostTable, unmeasured_batch
-from .inputs import BASELINES, Infeasible, Matrix, Method, Rank, Shape, SolveOptions
-from .planner import baseline, plan
+from .inputs import Infeasible, Matrix, Method, Rank, Shape, SolveOptions
+from .planner import plan
 from .result import Plan
 
 __all__ = [
-    "BASELINES",
     "CostTable",
     "Infeasible",
     "Matrix",
@@ -15,7 +14,6 @@ __all__ = [
     "Rank",
     "Shape",
     "SolveOptions",
-    "baseline",
     "plan",
     "unmeasured_batch",
 ]

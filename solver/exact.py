@@ -52,7 +52,7 @@ def refine(problem: Problem, start: Solution, options: SolveOptions) -> Solution
         return replace(start, proof="the envelope bound")
     if options.method == "greedy":
         return replace(start, note="method 'greedy' runs no MILP")
-    items = knapsack_items(problem, min(makespan, problem.ceiling + 1))
+    items = knapsack_items(problem, makespan)
     if options.method == "auto" and items > _LARGEST_KNAPSACK:
         return replace(start, note=f"the MILP's pricing problem has {items} items: too many")
     try:
@@ -96,8 +96,7 @@ class _Search:
         self.problem, self.options, self.report = problem, options, report
         self.best = start
         self.envelope = start.bound  # needs no solver
-        # A start that breaks a limit is longer than anything that breaks none.
-        self.makespan = min(problem.makespan(start.counts), problem.ceiling + 1)
+        self.makespan = problem.makespan(start.counts)
         self.deadline = time.monotonic() + options.time_limit_s
 
     def run(self, solver: MilpSolver) -> None:

@@ -15,10 +15,7 @@ _PERMUTED_CLASSES = 4  # 24 orders; more classes are tried in a few orders only
 
 
 def longest_first(problem: Problem) -> Counts:
-    """LPT on ``T(1)``: the longest matrix next, to the rank with the least work. Blind to batching; the baseline.
-
-    A rank whose limits are reached takes no more; what no rank can take goes to the first, and its load says so.
-    """
+    """LPT on ``T(1)``: the longest matrix next, to the rank with the least work. Blind to batching."""
     return _schedule(problem, [np.arange(cost.shape[1]) * cost[:, 1:2] for cost in problem.costs])
 
 
@@ -27,47 +24,28 @@ def batch_greedy(problem: Problem) -> Counts:
     return _schedule(problem, problem.costs)
 
 
-def round_robin(problem: Problem, order: Sequence[int]) -> list[int]:
-    """A rank for each matrix, given their classes: each rank in turn, skipping those that may not own it."""
-    kinds = problem.kind_of.tolist()
-    able = [[bool(cost[kind, 1] < FORBIDDEN) for kind in range(problem.kinds)] for cost in problem.costs]
-    owners, rank = [], 0
-    for s in order:
-        while not able[s][kinds[rank]]:
-            rank = (rank + 1) % problem.ranks
-        owners.append(rank)
-        rank = (rank + 1) % problem.ranks
-    return owners
-
-
 def _schedule(problem: Problem, costs: Sequence[Ints]) -> Counts:
     """Hand out the matrices class by class, the longest first, each to the rank that would be done with it first.
 
-    Ties go to the rank that keeps fewer bytes, then to the lower one.
+    Ties go to the rank that owns fewer elements, then to the lower one.
 
     Args:
         costs: what a rank of each kind is taken to pay for its matrices of a class, as ``Problem.costs``.
     """
     counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
     load, owned = problem.starts[problem.kind_of].tolist(), [0] * problem.ranks
-    kinds, memory = problem.kind_of.tolist(), problem.memory.tolist()
+    kinds = problem.kind_of.tolist()
     for s in sorted(range(len(costs)), key=lambda s: (-int(problem.costs[s][:, 1].min()), s)):
-        nbytes, room = int(problem.state_bytes[s]), problem.most(FORBIDDEN - 1)[s].tolist()
+        rows, columns, _ = problem.classes[s]
+        able = (problem.costs[s][:, 1] < FORBIDDEN).tolist()
         base, ends = list(load), costs[s].tolist()
         taken = [0] * problem.ranks
-        heap = [(base[rank] + ends[kind][1], owned[rank], rank) for rank, kind in enumerate(kinds)]
+        heap = [(base[rank] + ends[kind][1], owned[rank], rank) for rank, kind in enumerate(kinds) if able[kind]]
         heapq.heapify(heap)
-        for left in range(problem.members[s], 0, -1):
-            while heap:
-                finish, _, rank = heap[0]
-                if taken[rank] < room[kinds[rank]] and owned[rank] + nbytes <= memory[kinds[rank]]:
-                    break
-                heapq.heappop(heap)  # full, and will stay so
-            else:
-                taken[0] += left
-                break
+        for _ in range(problem.members[s]):
+            finish, _, rank = heap[0]
             taken[rank] += 1
-            load[rank], owned[rank] = finish, owned[rank] + nbytes
+            load[rank], owned[rank] = finish, owned[rank] + rows * columns
             # With the last matrix of the class the loop ends: there is no cost of one more to look up.
             following = min(taken[rank] + 1, problem.members[s])
             heapq.heapreplace(heap, (base[rank] + ends[kinds[rank]][following], owned[rank], rank))
@@ -116,23 +94,20 @@ def _pack(problem: Problem, order: Sequence[int], capacity: int) -> Counts | Non
     """Fill ranks up to ``capacity`` nanoseconds, class by class, or ``None`` if a class does not fit."""
     counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
     left = capacity - problem.starts[problem.kind_of]
-    room = problem.memory[problem.kind_of]
     for s in order:
-        counts[:, s] = _fill(problem, s, left, room)
+        counts[:, s] = _fill(problem, s, left)
         if counts[:, s].sum() < problem.members[s]:
             return None
         left -= problem.costs[s][problem.kind_of, counts[:, s]]
-        room = room - problem.state_bytes[s] * counts[:, s]
     return counts
 
 
-def _fill(problem: Problem, s: int, left: Ints, room: Ints) -> Ints:
+def _fill(problem: Problem, s: int, left: Ints) -> Ints:
     """Matrices of one class per rank: the most that fit into ``left``, cheapest on average first."""
     most = np.empty_like(left)
     for kind, cost in enumerate(problem.costs[s]):
         ranks = problem.kind_of == kind
         most[ranks] = np.searchsorted(cost, left[ranks], side="right") - 1
-    most = np.minimum(most, room // problem.state_bytes[s])
     average = np.where(most > 0, problem.costs[s][problem.kind_of, most] / np.maximum(most, 1), np.inf)
     order = np.lexsort((left, average))
     before = np.cumsum(most[order]) - most[order]

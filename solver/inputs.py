@@ -10,12 +10,10 @@ from typing import Literal, get_args
 Shape = tuple[int, int]  # (small side, large side)
 ClassKey = tuple[int, int, str]  # rows, columns, pool: what matrices in one batch have in common
 Method = Literal["auto", "milp", "greedy"]
-BASELINES = ("round-robin", "lpt", "greedy")
 
 _FP32_BYTES = 4
 _STATE_BYTES = 2 * _FP32_BYTES  # master and momentum
 _LEAST_SPEED = 0.001
-_MOST_MEMORY = 2**60
 _REMOVED = {  # options, and what to do instead
     "backend": "the CBC that PuLP brings is the only solver; leave backend out",
     "spread_cap": "every block is spread as far as the makespan allows; leave spread_cap out",
@@ -87,7 +85,6 @@ class Rank:
         index: position among the owners, from 0.
         node: the machine that it is on.
         speed: how many times as fast as the device that the costs hold for.
-        memory: bytes of fp32 masters and momentum that it may hold; ``None`` is no limit.
         pools: the pools whose matrices it may own; ``None`` is all.
         start_ns: nanoseconds of work that it has before, such as matrices that were planned earlier.
 
@@ -98,25 +95,25 @@ class Rank:
     index: int
     node: int = 0
     speed: float = 1.0
-    memory: int | None = None
     pools: frozenset[str] | None = None
     start_ns: int = 0
+    memory: InitVar[None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, memory: object) -> None:
+        if memory is not None:
+            raise ValueError(f"memory={memory!r}: was removed: SolveOptions(byte_slack=…) evens what ranks hold")
         for field in ("index", "node", "start_ns"):
             if not is_int(getattr(self, field)) or getattr(self, field) < 0:
                 raise ValueError(f"rank: {field} must be an integer of at least 0, got {getattr(self, field)!r}")
         if not _is_real(self.speed) or not _LEAST_SPEED <= self.speed <= 1 / _LEAST_SPEED:
             raise ValueError(f"rank {self.index}: speed must be from {_LEAST_SPEED} to 1000, got {self.speed!r}")
-        if self.memory is not None and (not is_int(self.memory) or not 0 <= self.memory <= _MOST_MEMORY):
-            raise ValueError(f"rank {self.index}: memory must be None or bytes up to 2**60, got {self.memory!r}")
         if self.pools is not None and not isinstance(self.pools, frozenset):
             raise ValueError(f"rank {self.index}: pools must be None or a frozenset of names, got {self.pools!r}")
 
     @property
-    def traits(self) -> tuple[float, int | None, frozenset[str] | None, int]:
+    def traits(self) -> tuple[float, frozenset[str] | None, int]:
         """In what ranks may differ, beside index and node."""
-        return (self.speed, self.memory, self.pools, self.start_ns)
+        return (self.speed, self.pools, self.start_ns)
 
     def may_own(self, pool: str) -> bool:
         """Whether matrices of ``pool`` may live here."""

@@ -299,10 +299,7 @@ class _Knapsack:
             self.items.append((weights[last], last + 1))
 
     def best(self, prices: Floats) -> tuple[float, Ints]:
-        """An upper bound on the value of any pattern, and a pattern that nearly reaches it.
-
-        Limits on memory are left out: the bound holds all the same, and a pattern that breaks one serves no assignment.
-        """
+        """An upper bound on the value of any pattern, and a pattern that nearly reaches it."""
         worth = np.zeros(_CELLS + 1)
         taken: list[tuple[int, NDArray[np.int32]]] = []
         for s, (weights, counts) in enumerate(self.items):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -9,11 +10,10 @@ import numpy as np
 
 from .costs import CostTable
 from .exact import Solution, refine
-from .heuristics import batch_greedy, level_bytes, longest_first, multifit, round_robin, shorten
-from .inputs import BASELINES, ClassKey, Infeasible, Matrix, Rank, SolveOptions, check_matrices, check_ranks
-from .problem import FORBIDDEN, Counts, Problem, build_problem, lower_bound
+from .heuristics import batch_greedy, level_bytes, longest_first, multifit, shorten
+from .inputs import ClassKey, Matrix, Rank, SolveOptions, check_matrices, check_ranks
+from .problem import Counts, Problem, build_problem, lower_bound
 from .result import Plan
-from .spread import spread_blocks, xor_labels
 
 
 def plan(
@@ -30,8 +30,8 @@ def plan(
         ranks: a number of equal ranks on one node, or one ``Rank`` each.
 
     Raises:
-        ValueError: no matrices, no ranks, two matrices of one name, a shape without costs, or limits that leave no room
-            (named).
+        ValueError: no matrices, no ranks, two matrices of one name, a shape without costs, or a pool that no rank
+            takes.
     """
     options = options or SolveOptions()
     ordered, owners = check_matrices(matrices), check_ranks(ranks)
@@ -39,45 +39,9 @@ def plan(
     bound = lower_bound(problem)
     starts = _starts(problem, bound)
     solution = refine(problem, _shortest(problem, starts, bound), options)
-    _check_limits(problem, solution)
     even = _most_even(problem, solution, starts, options)
     spread = spread_blocks(ordered, _quota(problem, even.counts))
     return _finished(problem, ordered, xor_labels(spread, owners), even, costs)
-
-
-def baseline(
-    name: str, matrices: Iterable[Matrix], ranks: int | Sequence[Rank], costs: CostTable, bound_ns: int | None = None
-) -> Plan:
-    """The plan of a simpler rule, for comparison.
-
-    ``"round-robin"`` deals the matrices out in the order of their names; ``"lpt"`` gives the longest matrix next, by
-    the cost of one matrix alone, to the rank with the least work; ``"greedy"`` is LPT that knows what batches cost.
-
-    Args:
-        bound_ns: a bound that was proven elsewhere, to compare with.
-
-    Raises:
-        ValueError: as ``plan``; another name.
-    """
-    ordered, owners = check_matrices(matrices), check_ranks(ranks)
-    problem = build_problem(ordered, owners, costs)
-    rank_of: dict[str, int] | None = None
-    if name == "round-robin":
-        classes = {key: s for s, key in enumerate(problem.classes)}
-        dealt = round_robin(problem, [classes[m.key] for m in ordered])
-        rank_of = {m.name: rank for m, rank in zip(ordered, dealt, strict=True)}
-        counts = count_table(problem, ordered, rank_of)
-    elif name == "lpt":
-        counts = longest_first(problem)
-    elif name == "greedy":
-        counts = batch_greedy(problem)
-    else:
-        raise ValueError(f"baseline {name!r} is unknown; use one of {', '.join(BASELINES)}")
-    _check_limits(problem, Solution(counts, 1, name))
-    if rank_of is None:
-        rank_of = spread_blocks(ordered, _quota(problem, counts))
-    bound = max(lower_bound(problem), bound_ns or 0)
-    return _finished(problem, ordered, rank_of, Solution(counts, bound, name, note="a baseline"), costs)
 
 
 def _finished(
@@ -153,8 +117,71 @@ def _most_even(
     return min(candidates, key=lambda item: int(problem.rank_bytes(item.counts).max()))
 
 
-def _check_limits(problem: Problem, solution: Solution) -> None:
-    if problem.makespan(solution.counts) >= FORBIDDEN:
-        raise Infeasible(
-            "no assignment within the limits on memory and pools was found; raise memory, widen pools, or add ranks"
-        )
+# -- from counts per rank to owners -----------------------------------------------------------------------------------
+
+
+def spread_blocks(matrices: Sequence[Matrix], quota: Mapping[ClassKey, Sequence[int]]) -> dict[str, int]:
+    """Name an owner for each matrix so that each rank owns exactly its quota of each class.
+
+    A block's collective takes as long as its largest owner's bytes. So of each block a rank is due a share that is in
+    proportion to the bytes that it still has to take, and the largest matrix goes to the rank to which most is due. The
+    order of ``matrices`` does not matter.
+
+    Args:
+        quota: ``quota[class][rank]``: matrices of that class that the rank must own, and 0 where it may own none.
+
+    Returns:
+        rank per matrix name, in the order of ``matrices``.
+    """
+    left = {key: np.array(counts, dtype=np.int64) for key, counts in quota.items()}
+    members, nbytes = Counter(m.key for m in matrices), Counter[ClassKey]()
+    blocks: dict[str, list[Matrix]] = {}
+    for m in matrices:
+        nbytes[m.key] += m.nbytes
+        blocks.setdefault(m.block, []).append(m)
+    to_take = np.sum([counts * (nbytes[key] / members[key]) for key, counts in left.items()], axis=0)
+    owners: dict[str, int] = {}
+    for _, block in sorted(blocks.items()):
+        due = to_take * (sum(m.nbytes for m in block) / to_take.sum())
+        for m in sorted(block, key=lambda m: (-m.nbytes, m.key, m.name)):
+            room = left[m.key]
+            able = np.flatnonzero(room)
+            most = able[due[able] == due[able].max()]
+            rank = int(most[room[most].argmax()])  # of equals the one that must take most of the class, then the lowest
+            owners[m.name] = rank
+            room[rank] -= 1
+            due[rank] -= m.nbytes
+            to_take[rank] -= m.nbytes
+    return {m.name: owners[m.name] for m in matrices}
+
+
+def xor_labels(owners: Mapping[str, int], ranks: Sequence[Rank]) -> dict[str, int]:
+    """The owners by their labels: owner ``k`` goes to node ``i = k mod N`` of ``N`` and to lane ``(k div N) XOR i``.
+
+    A rank's lane is its position within its node: ranks of one lane share a rail of the network, ranks of one node its
+    links. So owners that follow each other get other nodes and other rails.
+    Where a node has no power of two of ranks, rotation by ``i`` replaces XOR. Relabelling moves whole ranks, and only
+    interchangeable ranks, of equal traits, trade labels. On one node all labels stay.
+
+    Args:
+        ranks: in the order of their indices.
+
+    Returns:
+        rank per matrix name, in the order of ``owners``.
+    """
+    order = {node: i for i, node in enumerate(sorted({rank.node for rank in ranks}))}
+    nodes = np.array([order[rank.node] for rank in ranks])
+    lanes = np.empty_like(nodes)
+    for node in order.values():
+        members = np.flatnonzero(nodes == node)
+        lanes[members] = np.arange(len(members))
+    width = int(lanes.max()) + 1
+    turn = lanes ^ (nodes % width) if width & (width - 1) == 0 else (lanes - nodes) % width
+    step = np.lexsort((nodes, turn)).argsort()  # when a place is due
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for i, rank in enumerate(ranks):
+        alike.setdefault(rank.traits, []).append(i)
+    label = np.arange(len(ranks))
+    for group in map(np.array, alike.values()):
+        label[group] = group[step[group].argsort()]
+    return {name: int(label[rank]) for name, rank in owners.items()}

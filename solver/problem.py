@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ Counts = Ints  # (ranks, classes): matrices of each class per rank
 FORBIDDEN = 2**53
 _LARGEST_TOTAL = 2**49
 _LARGEST_BYTES = 2**60
-_UNLIMITED = 2**62
 # Covers the rounding of the averages in the bound; it can only make the bound smaller.
 _SLACK = 1 - 1e-12
 
@@ -29,8 +27,8 @@ _SLACK = 1 - 1e-12
 class Problem:
     """How many matrices of each class go over how many ranks, and at what cost.
 
-    Matrices of one class (stored shape, pool) are interchangeable, and so are ranks of one kind (speed, memory, pools,
-    work that they have before).
+    Matrices of one class (stored shape, pool) are interchangeable, and so are ranks of one kind (speed, pools, work
+    that they have before).
 
     Attributes:
         classes: rows, columns and pool of each class, sorted.
@@ -39,8 +37,6 @@ class Problem:
             costs more than ``FORBIDDEN``, the more the further it goes.
         chunks: per class, matrices per batch, at most ``members``.
         nbytes: mean bytes that a matrix of each class communicates, ``(classes,)``.
-        state_bytes: that an owner keeps of a matrix of each class, ``(classes,)``.
-        memory: bytes that a rank of each kind may keep, ``(kinds,)``.
         speed: of each kind, relative to the device that the costs hold for.
         starts: nanoseconds of work that a rank of each kind has before, ``(kinds,)``.
         kind_of: kind of each rank, ``(ranks,)``.
@@ -51,8 +47,6 @@ class Problem:
     costs: tuple[Ints, ...]
     chunks: tuple[int, ...]
     nbytes: Ints
-    state_bytes: Ints
-    memory: Ints
     speed: tuple[float, ...]
     starts: Ints
     kind_of: Ints
@@ -75,8 +69,7 @@ class Problem:
         total = self.starts[kinds]
         for s, cost in enumerate(self.costs):
             total += cost[kinds, counts[:, s]]
-        excess = np.maximum(counts @ self.state_bytes - self.memory[kinds], 0)
-        return np.asarray(np.where(excess > 0, total + FORBIDDEN + excess, total), dtype=np.int64)
+        return total
 
     def makespan(self, counts: Counts) -> int:
         """Nanoseconds of the slowest rank; at least ``FORBIDDEN`` if a rank owns what it may not."""
@@ -99,8 +92,7 @@ class Problem:
         """Matrices of each class alone that fit one rank of each kind within ``capacity`` ns: ``(classes, kinds)``."""
         room = np.maximum(capacity - self.starts, 0)
         pairs = [zip(cost, room, strict=True) for cost in self.costs]
-        by_time = np.array([[np.searchsorted(row, left, side="right") - 1 for row, left in pair] for pair in pairs])
-        return np.asarray(np.minimum(by_time, self.memory // self.state_bytes[:, None]), dtype=np.int64)
+        return np.array([[np.searchsorted(row, left, side="right") - 1 for row, left in pair] for pair in pairs])
 
 
 def build_problem(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: CostTable) -> Problem:
@@ -108,7 +100,7 @@ def build_problem(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: Cost
 
     Raises:
         ValueError: a shape without costs, or costs so large that their sum would overflow.
-        Infeasible: a pool that no rank takes, or a matrix that is larger than any rank's memory.
+        Infeasible: a pool that no rank takes.
     """
     members: dict[ClassKey, list[Matrix]] = {}
     for matrix in matrices:
@@ -130,15 +122,13 @@ def build_problem(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: Cost
     for key in classes:
         _check_owner(members[key][0], ranks)
         cost = table.costs_up_to(shapes[key], len(members[key]))
-        costs.append(np.stack([_kind_costs(cost, s, p is None or key[2] in p) for s, _, p, _ in kinds]))
+        costs.append(np.stack([_kind_costs(cost, s, p is None or key[2] in p) for s, p, _ in kinds]))
     return Problem(
         classes=classes,
         members=tuple(len(members[key]) for key in classes),
         costs=tuple(costs),
         chunks=tuple(min(table.chunk(shapes[key]), len(members[key])) for key in classes),
         nbytes=np.array([sum(m.nbytes for m in members[key]) // len(members[key]) for key in classes], dtype=np.int64),
-        state_bytes=np.array([members[key][0].state_bytes for key in classes], dtype=np.int64),
-        memory=np.array([_UNLIMITED if memory is None else memory for _, memory, _, _ in kinds], dtype=np.int64),
         speed=tuple(float(speed) for speed, *_ in kinds),
         starts=np.array([start for *_, start in kinds], dtype=np.int64),
         kind_of=np.array([kinds.index(trait) for trait in traits], dtype=np.int64),
@@ -152,15 +142,8 @@ def _kind_costs(cost: Ints, speed: float, allowed: bool) -> Ints:
 
 
 def _check_owner(matrix: Matrix, ranks: Sequence[Rank]) -> None:
-    able = [rank for rank in ranks if rank.may_own(matrix.pool)]
-    if not able:
+    if not any(rank.may_own(matrix.pool) for rank in ranks):
         raise Infeasible(f"matrix {matrix.name!r}: no rank takes pool {matrix.pool!r}; add it to the pools of a rank")
-    largest = max(math.inf if rank.memory is None else rank.memory for rank in able)
-    if matrix.state_bytes > largest:
-        raise Infeasible(
-            f"matrix {matrix.name!r} needs {matrix.state_bytes} bytes of master and momentum, but no rank that may own "
-            f"it has more than {largest:.0f}; raise memory"
-        )
 
 
 def lower_bound(problem: Problem) -> int:
@@ -171,11 +154,7 @@ def lower_bound(problem: Problem) -> int:
     pays at least ``e_s(C) = min{T_s(k) / k : T_s(k) <= C}`` for each matrix of class ``s``, so
     ``Σ_s N_s e_s(C) <= Σ_r (C - b_r)``. ``ΣT(1) / R`` is no bound, since a batch costs less than its matrices one by
     one.
-
-    Raises:
-        Infeasible: memory leaves no room for a class, or for all.
     """
-    _check_room(problem)
     pools: list[str | None] = [*sorted({pool for _, _, pool in problem.classes})]
     envelopes = [_Envelope(problem, pool) for pool in (pools if len(pools) == 1 else [*pools, None])]
     ranks = np.array(problem.ranks_per_kind)
@@ -212,15 +191,3 @@ class _Envelope:
             able = np.flatnonzero(most[s] > 0)
             needed += self.problem.members[s] * float(average[able, most[s][able] - 1].min())
         return needed * _SLACK <= float(self.power @ (capacity - self.problem.starts))
-
-
-def _check_room(problem: Problem) -> None:
-    """Whether all ranks together can hold each class, and all classes, at any speed."""
-    ranks, members, most = np.array(problem.ranks_per_kind), np.array(problem.members), problem.most(FORBIDDEN - 1)
-    together = sum(n * int(memory) for n, memory in zip(problem.ranks_per_kind, problem.memory, strict=True))
-    needed = int(members @ problem.state_bytes)
-    if needed > together or bool((most @ ranks < members).any()):
-        raise Infeasible(
-            f"memory leaves no room for all matrices: they take {needed} bytes of masters and momentum, the ranks have "
-            f"{together} in all; raise memory, or add ranks"
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ class Plan:
         loads_ns: cost per rank in nanoseconds.
         bound_ns: nanoseconds that no assignment can go below, proven.
         stage: what found the assignment: ``"lpt"``, ``"greedy"``, ``"multifit"``, each perhaps with ``"+search"``, or
-            ``"milp"`` or ``"patterns"``; of a baseline, its name.
+            ``"milp"`` or ``"patterns"``.
         reason: why the search ended there.
         estimated: the shapes whose costs are estimates.
         starts_ns: of each rank, nanoseconds of work that it has before; empty if none has any.
@@ -81,18 +82,10 @@ class Plan:
         return (self.makespan_ns - self.bound_ns) / max(1, self.makespan_ns)
 
     @property
-    def counts(self) -> tuple[dict[Shape, int], ...]:
-        """Matrices of each shape, per rank."""
-        table: tuple[dict[Shape, int], ...] = tuple({} for _ in self.loads_ns)
-        for m in self.matrices:
-            row = table[self.owners[m.name]]
-            row[m.shape] = row.get(m.shape, 0) + 1
-        return table
-
-    @property
     def rank_matrices(self) -> tuple[int, ...]:
         """Matrices per rank."""
-        return tuple(sum(row.values()) for row in self.counts)
+        owned = Counter(self.owners.values())
+        return tuple(owned[rank] for rank in range(self.world))
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:

@@ -16,8 +16,7 @@ from common.published import CASES, Case
 from dmuon.model.config import read_model
 from dmuon.solver import Matrix, Rank, SolveOptions, plan
 from dmuon.tools.simulation.hardware import Topology
-from dmuon.tools.simulation.scenario import Scenario, Workload
-from dmuon.tools.simulation.step import step_s
+from dmuon.tools.simulation.step import Scenario, Workload, step_s
 from dmuon.tools.simulation.wave_model import wave_costs
 
 _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)

@@ -13,7 +13,7 @@ from dmuon.model.config import read_model
 from dmuon.solver import Matrix, Rank, SolveOptions, plan
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology
 from dmuon.tools.simulation.prediction import ERROR, Way, meshes, recommend, verdict
-from dmuon.tools.simulation.scenario import EFFICIENCY, Scenario, Workload
+from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
 from dmuon.tools.simulation.wave_model import wave_costs
 
 

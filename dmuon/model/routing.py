@@ -13,20 +13,18 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from dmuon.model.blocks import (
+    INPUT_LAYER,
+    OUTPUT_LAYER,
     BlockPredicate,
     NamedModule,
     blocks_by_module,
     canonical_fqn,
-    given_blocks,
-    own_blocks,
-    stacked_blocks,
-)
-from dmuon.model.end_layers import (
-    INPUT_LAYER,
-    OUTPUT_LAYER,
     find_end_layers,
     find_input_convolution,
+    given_blocks,
     layers_of,
+    own_blocks,
+    stacked_blocks,
     with_known_widths,
 )
 from dmuon.model.makeup import (

@@ -180,7 +180,7 @@ def _solved(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: CostTable,
     """What the solver finds, or has found before: what took long is kept beside the costs, for the next start."""
     sources = [item.read_bytes() for item in resources.files("dmuon.solver").iterdir() if item.name.endswith(".py")]
     ordered = tuple(sorted(matrices, key=lambda m: m.name))
-    owners = [(r.index, r.node, *r.traits[:2], r.start_ns, None if r.pools is None else sorted(r.pools)) for r in ranks]
+    owners = [(r.index, r.node, r.speed, r.start_ns, None if r.pools is None else sorted(r.pools)) for r in ranks]
     question = repr((sorted(sources), ordered, owners, table, options))
     name = f"plan-{hashlib.sha256(question.encode()).hexdigest()}.json"
     with suppress(ValueError, RuntimeError):  # nothing is there that can be read, or the user has no home

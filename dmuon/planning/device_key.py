@@ -23,7 +23,7 @@ from dmuon.kernels import (
     newton_schulz_flops,
     storage_dtype,
 )
-from dmuon.planning.cost_cache import CacheKey, CostCacheError
+from dmuon.planning.cost_cache import CacheKey
 from dmuon.solver import Shape
 
 NS_DEFAULTS: Mapping[str, Any] = {"ns_coefficients": "polar_express", "ns_steps": 5, "ns_dtype": None}
@@ -83,24 +83,6 @@ def device_key(device: torch.device, options: NsOptions) -> CacheKey:
         compilers=compilers,
         threads=torch.get_num_threads() if device.type == "cpu" else 1,
     )
-
-
-def options_of(key: CacheKey, name: str) -> NsOptions:
-    """The run that a cache called ``name`` was measured with.
-
-    Raises:
-        CostCacheError: the key describes no run that this version can time; names file, field and remedy.
-    """
-    remedy = "measure anew with dmuon-profile"
-    dtype = getattr(torch, key.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CostCacheError(f"cost cache {name}: field 'key.dtype' is {key.dtype!r}, no dtype of torch; {remedy}")
-    try:
-        coefficients = ast.literal_eval(key.coefficients) if key.coefficients.startswith("(") else key.coefficients
-        coefficient_sequence(coefficients, key.steps)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        raise CostCacheError(f"cost cache {name}: field 'key.coefficients' or 'key.steps': {error}; {remedy}") from None
-    return NsOptions(coefficients, key.steps, dtype)
 
 
 def _cpu_name() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -232,29 +231,10 @@ RUNS = [
 
 
 @pytest.mark.pitfall("P10")
-def test_each_option_is_part_of_the_key_and_read_from_it():
+def test_each_option_is_part_of_the_key():
     keys = [device_key.device_key(CPU, options) for options in RUNS]
     assert len(set(keys)) == len(keys)
     for options, key in zip(RUNS, keys, strict=True):
-        again = device_key.options_of(key, "x")
-        assert device_key.device_key(CPU, again) == key
-        assert again.dtype == (options.dtype or torch.float32)
+        assert key.dtype == str(options.dtype or torch.float32).removeprefix("torch.")
         assert key.sm_count == 0 and key.device and key.torch == torch.__version__ and len(key.kernels) == 16
     assert keys[0].dtype == "float32" and keys[0] == device_key.device_key(CPU, profiler.NsOptions(dtype=torch.float32))
-
-
-@pytest.mark.pitfall("P50")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dtype": "float99"}, "cost cache x: field 'key.dtype' is 'float99'.*dmuon-profile"),
-        ({"dtype": "nn"}, "field 'key.dtype' is 'nn'"),
-        ({"coefficients": "unheard of"}, "cost cache x: field 'key.coefficients' or 'key.steps'.*unheard of"),
-        ({"coefficients": "(1, 2"}, "field 'key.coefficients'"),
-        ({"coefficients": "(__import__('os'),)"}, "field 'key.coefficients'"),
-        ({"coefficients": "you", "steps": 9}, "'key.steps'.*9"),
-    ],
-)
-def test_a_key_of_no_run_is_refused_by_field(changes, message):
-    with pytest.raises(device_key.CostCacheError, match=message):
-        device_key.options_of(replace(device_key.device_key(CPU, profiler.NsOptions()), **changes), "x")

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.kernels import choose_variant, coefficient_sequence, iteration_flops, rule_on
+from dmuon.kernels import choose_variant, coefficient_sequence, rule_on
 from dmuon.kernels import variant as variant_module
+from dmuon.kernels.variant import relative_cost
 from dmuon.planning.device_key import NsOptions
 from dmuon.tools.simulation.hardware import HARDWARE
 from dmuon.tools.simulation.wave_model import wave_costs
@@ -27,7 +28,7 @@ def flops(shape, steps=5) -> int:
     """Of one matrix, whole products: as cuBLAS alone would run it."""
     sequence = coefficient_sequence("polar_express", steps)
     variant = choose_variant(shape, 1, sequence, torch.float16, torch.device("cuda"), backend="torch")
-    return iteration_flops(shape, steps, variant.restarts if variant.method == "gram" else None)
+    return 2 * int(relative_cost(shape, steps, variant.restarts if variant.method == "gram" else None))
 
 
 @pytest.mark.pitfall("P82")

@@ -74,14 +74,11 @@ def exact_makespan(matrices: Sequence[Matrix], ranks: int | Sequence[Rank], cost
     """The optimum, by trying every count vector on every rank; ``None`` where the ranks' limits leave no room."""
     members = Counter(m.key for m in matrices)
     classes = sorted(members)
-    state = {m.key: m.state_bytes for m in matrices}
     owners = owners_of(ranks)
 
     def load(rank: Rank, row: tuple[int, ...]) -> float:
         held = [(key, n) for key, n in zip(classes, row, strict=True) if n]
         if any(not rank.may_own(pool) for (_, _, pool), _ in held):
-            return math.inf
-        if rank.memory is not None and sum(n * state[key] for key, n in held) > rank.memory:
             return math.inf
         return rank.start_ns + sum(
             math.ceil(costs.cost((min(rows, cols), max(rows, cols)), n) / rank.speed) for (rows, cols, _), n in held
@@ -126,14 +123,12 @@ def problems(draw: st.DrawFn) -> Case:
 
 @st.composite
 def unequal_ranks(draw: st.DrawFn, matrices: Sequence[Matrix]) -> list[Rank]:
-    """Two to four ranks that may differ in speed, memory, pools and work that they have before."""
-    smallest, total = min(m.state_bytes for m in matrices), sum(m.state_bytes for m in matrices)
+    """Two to four ranks that may differ in speed, pools and work that they have before."""
     pools = sorted({m.pool for m in matrices})
     return [
         Rank(
             index,
             speed=draw(st.sampled_from([1.0, 1.0, 0.5, 2.0])),
-            memory=draw(st.one_of(st.none(), st.integers(smallest, total))),
             pools=draw(st.one_of(st.none(), st.frozensets(st.sampled_from(pools)))),
             start_ns=draw(st.sampled_from([0, 0, 100, 1500])),
         )

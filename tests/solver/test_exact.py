@@ -10,7 +10,7 @@ import pulp
 import pytest
 from instances import GRAHAM, linear_costs, make_matrices
 
-from dmuon.solver import Plan, SolveOptions, baseline, exact, plan, planner
+from dmuon.solver import Plan, SolveOptions, exact, plan, planner
 
 EXACT = SolveOptions(gap_target=0.0)
 GREEDY = SolveOptions(method="greedy", gap_target=0.0)
@@ -29,7 +29,6 @@ def test_column_generation_closes_the_gap_that_the_envelope_leaves() -> None:
 
 
 def test_patterns_find_what_lpt_misses(leave_out: Callable[..., None]) -> None:
-    assert baseline("lpt", *GRAHAM).makespan_ns == 11
     leave_out("search")
     assert plan(*GRAHAM, SolveOptions(method="greedy")).makespan_ns == 11
     result = plan(*GRAHAM, EXACT)

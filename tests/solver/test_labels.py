@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon.solver import Rank
-from dmuon.solver.spread import xor_labels
+from dmuon.solver.planner import xor_labels
 
 Task = tuple[dict[str, int], list[Rank]]
 

@@ -24,19 +24,18 @@ from instances import (
     shape_costs,
 )
 
-from dmuon.solver import BASELINES, CostTable, Matrix, Rank, SolveOptions, baseline, plan
+from dmuon.solver import CostTable, Matrix, Rank, SolveOptions, plan
 
 GREEDY = SolveOptions(method="greedy")
 
 
 @given(problems())
 @settings(deadline=None, max_examples=50)
-def test_bound_is_below_and_makespan_above_the_optimum_and_no_heuristic_is_better(case: Case) -> None:
+def test_bound_is_below_and_makespan_above_the_optimum(case: Case) -> None:
     result, optimum = plan(*case, SolveOptions(byte_slack=0.0)), exact_makespan(*case)
     assert optimum is not None
     assert result.bound_ns <= optimum <= result.makespan_ns
     assert result.gap <= 0.01 or result.makespan_ns - result.bound_ns <= 1
-    assert all(result.makespan_ns <= baseline(name, *case).makespan_ns for name in BASELINES)
 
 
 @given(problems())
@@ -235,8 +234,7 @@ NEEDED = {Matrix: {"name": "w", "rows": 4, "cols": 2, "block": "b"}, SolveOption
         (Rank, {"node": 1.5}, "node must be an integer"),
         (Rank, {"speed": 0}, "rank 0: speed must be from 0.001 to 1000, got 0"),
         (Rank, {"speed": float("nan")}, "speed must be"),
-        (Rank, {"memory": -1}, r"rank 0: memory must be None or bytes up to 2\*\*60, got -1"),
-        (Rank, {"memory": 2**70}, "memory must be None or bytes"),
+        (Rank, {"memory": 2**40}, r"memory=\d+: was removed: SolveOptions\(byte_slack=…\) evens what ranks hold"),
         (Rank, {"pools": {"a"}}, "rank 0: pools must be None or a frozenset"),
     ],
 )

@@ -30,7 +30,7 @@ from dmuon.tools.cli.arguments import (
 )
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, hardware
 from dmuon.tools.simulation.prediction import meshes, recommend, report
-from dmuon.tools.simulation.scenario import EFFICIENCY, Scenario, Workload
+from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
 from dmuon.tools.simulation.wave_model import describe, wave_costs
 
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
@@ -42,6 +42,8 @@ _REMOVED = {  # and what to write instead
     "--ep": "plan the experts of one rank as a model of its own, or all of them without it",
     "--pp": _STAGE,
     "--micro-batches": _STAGE,
+    "--speed": "a step of alike ranks is predicted; give dedicate_params ranks=[1.0, 0.8, …] for others",
+    "--memory-gib": "write --byte-slack 10 --gap 10, which gives a tenth of the makespan for even bytes",
     "--target": "try other --tokens, --replicate or --set, or --recommend",
     "--compare": "write --verbose, which says what is proven; bench/planner_gaps.py compares plans with others",
     "--owners": "write --json PATH, where each matrix has its owner",
@@ -72,15 +74,8 @@ class _Question:
     def scenario(self, result: Plan) -> Scenario:
         """What a step of ``result`` is predicted from."""
         assert self.workload is not None
-        slowest = min(rank.speed for rank in self.ranks)
         return Scenario(
-            self.workload,
-            result,
-            self.exchanged_costs,
-            self.machine,
-            self.topology,
-            speed=slowest,
-            efficiency=self.efficiency,
+            self.workload, result, self.exchanged_costs, self.machine, self.topology, efficiency=self.efficiency
         )
 
 
@@ -129,12 +124,6 @@ def _parser() -> Parser:
     grid.add_argument("--nodes", type=count, metavar="N", help="machines (default: as many as the device's nodes fill)")
     grid.add_argument("--replicate", type=count, default=1, metavar="N", help="HSDP replicas (default: 1)")
     grid.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
-    grid.add_argument(
-        "--memory-gib", type=positive, metavar="X", help="most fp32 masters and momentum per rank (default: no limit)"
-    )
-    grid.add_argument(
-        "--speed", default="", metavar="RANK=X,...", help="ranks that are slower or faster, such as 3=0.8"
-    )
     costs = parser.add_argument_group("costs")
     costs.add_argument("--device", choices=sorted(HARDWARE), help=f"preset (default: {_DEFAULT_DEVICE})")
     costs.add_argument(
@@ -198,7 +187,7 @@ def _question(arguments: argparse.Namespace) -> _Question:
         time_limit_s=arguments.time_limit,
         byte_slack=arguments.byte_slack / 100,
     )
-    ranks = _ranks(arguments, topology)
+    ranks = tuple(Rank(i, node=i // topology.gpus_per_node) for i in range(topology.world))
     predicted = workload if arguments.costs == "wave" or arguments.device is not None else None
     return _Question(
         matrices, ranks, costs, exchanged_costs, options, machine, topology, predicted, arguments.efficiency
@@ -214,27 +203,6 @@ def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:
             )
         per_node = arguments.world // arguments.nodes
     return Topology(arguments.world, gpus_per_node=per_node, replicate=arguments.replicate, tp=arguments.tp)
-
-
-def _ranks(arguments: argparse.Namespace, topology: Topology) -> tuple[Rank, ...]:
-    speeds = _speeds(arguments.speed, topology.world)
-    memory = None if arguments.memory_gib is None else int(min(arguments.memory_gib, 2**30) * 2**30)
-    return tuple(
-        Rank(i, node=i // topology.gpus_per_node, speed=speeds.get(i, 1.0), memory=memory)
-        for i in range(topology.world)
-    )
-
-
-def _speeds(text: str, world: int) -> dict[int, float]:
-    speeds: dict[int, float] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        rank, _, factor = part.partition("=")
-        if not (rank.isascii() and rank.isdigit() and int(rank) < world):
-            raise BadArgument(f"--speed: {part!r} names no rank below {world}; write RANK=FACTOR, such as 3=0.8")
-        if int(rank) in speeds:
-            raise BadArgument(f"--speed: rank {int(rank)} is there twice; give each rank once")
-        speeds[int(rank)] = _figure(factor, f"--speed: {part!r}: the factor")
-    return speeds
 
 
 def _overrides(items: Sequence[str]) -> dict[str, float]:

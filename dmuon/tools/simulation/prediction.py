@@ -9,8 +9,7 @@ from itertools import product
 from typing import Literal
 
 from dmuon.tools.simulation.hardware import Topology
-from dmuon.tools.simulation.scenario import Scenario
-from dmuon.tools.simulation.step import Program, newton_schulz_s, owned_elements, step_s
+from dmuon.tools.simulation.step import Program, Scenario, newton_schulz_s, owned_elements, step_s
 
 # Of an overhead: root mean square over published cases, each predicted by terms that are fitted to the others.
 ERROR = 0.037

@@ -57,9 +57,10 @@ from dmuon.optimizer.wrapping import (
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform import host
 from dmuon.platform.options import check_flag, refuse_unknown
-from dmuon.platform.streams import PhaseTimer
+from dmuon.platform.streams import PhaseTimer, await_device
 from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
+from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import Deferred, FusedRound
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
@@ -94,6 +95,8 @@ class Muon(torch.optim.Optimizer):
         momentum, nesterov: as in ``torch.optim.Muon``.
         momentum_dtype: ``torch.bfloat16`` keeps momentum in half the bytes. It is folded in fp32 and rounded to the
             nearest. Loading a state dict converts momentum to it.
+        momentum_device: ``"cpu"`` keeps momentum in the host's memory, pinned, from where it travels while the device
+            computes the update before. The host waits for the end of each step.
         ns_coefficients: ``"polar_express"``, ``"you"``, ``"classic"``, ``"squares"``, or one or several ``(a, b, c)``.
             ``None``: as ``dedicate_params`` was told, else ``"polar_express"``.
         ns_steps: Newton-Schulz steps; ``"squares"`` stands for five. ``None``: as ``dedicate_params`` was told, else 5.
@@ -148,6 +151,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay_mode: str = "decoupled",
         momentum: float = 0.95,
         momentum_dtype: torch.dtype | None = None,
+        momentum_device: str | None = None,
         nesterov: bool = True,
         ns_coefficients: str | tuple[Any, ...] | None = None,
         ns_steps: int | None = None,
@@ -186,6 +190,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay_mode": weight_decay_mode,
             "momentum": momentum,
             "momentum_dtype": momentum_dtype,
+            "momentum_device": momentum_device,
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
             "ns_steps": ns_steps,
@@ -238,6 +243,7 @@ class Muon(torch.optim.Optimizer):
         self._row_moments: RowMoments | None = None
         self._formats: list[list[object]] = []  # of the state, of each group
         self._rounds: list[Round] = []
+        self._moves = False  # momentum is stored on the host
         self._prefetch = 1
         self._schedule = Schedule((), self._prefetch)
         self._early: EarlyUpdates | None = None
@@ -361,6 +367,12 @@ class Muon(torch.optim.Optimizer):
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
         self._prefetch = 1 if self._exchange is None else self._exchange.prefetch
         rounds = lay_out(self.param_groups, residencies)
+        for round_ in rounds:
+            if isinstance(round_, FullReplicationRound) and self.param_groups[round_.index].get("momentum_device"):
+                raise ValueError(
+                    f"momentum_device of group {round_.index}: strategy='full_replication' keeps the momentum of whole "
+                    "matrices on each device; use 'replicated', or leave momentum_device out"
+                )
         if self._qk_clip is not None:
             self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         batches = [batch for round_ in rounds for batch in round_.batches]
@@ -383,6 +395,7 @@ class Muon(torch.optim.Optimizer):
         self._batched = [*{id(p): p for batch in batches for p in batch.params}.values()]
         updates = Counter(id(p) for batch in batches for p in batch.params)
         self._updates = {key: count for key, count in updates.items() if count > 1}
+        self._moves = any(batch.is_moved for batch in batches)
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
         self._early = None
@@ -493,6 +506,8 @@ class Muon(torch.optim.Optimizer):
             self._early.join()
         with torch.autocast(self._device.type, enabled=False):  # a step may be called inside one
             self._update(present, adamw_updates)
+        if self._moves:
+            await_device(self._device)  # the host may read what is on its way there
         if self._device.type == "cpu" and self._steps % _STEPS_BETWEEN_TRIMS == 0:
             host.give_back_memory()
         return loss

@@ -20,15 +20,16 @@ from dmuon.step.rounds import Round
 from dmuon.step.update import orthogonalized_by, trial_of
 
 MUON_OPTIONS = (
-    "lr", "weight_decay", "weight_decay_mode", "momentum", "momentum_dtype", "nesterov", "ns_coefficients", "ns_steps",
-    "eps", "ns_dtype", "orthogonalize", "second_moment", "second_moment_beta", "adjust_lr_fn", "lr_multiplier",
+    "lr", "weight_decay", "weight_decay_mode", "momentum", "momentum_dtype", "momentum_device", "nesterov",
+    "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize", "second_moment", "second_moment_beta",
+    "adjust_lr_fn", "lr_multiplier",
 )  # fmt: skip
 ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier")
-STATE_OPTIONS = ("second_moment", "momentum_dtype")  # which say what state there is
+STATE_OPTIONS = ("second_moment", "momentum_dtype", "momentum_device")  # which say what state there is
 # Groups have these only where they are not as here: state dicts that are older than the options have the same keys.
 USUAL: Mapping[str, Any] = {
-    "weight_decay_mode": "decoupled", "momentum_dtype": None, "orthogonalize": None, "second_moment": None,
-    "second_moment_beta": 0.95, "lr_multiplier": 1.0,
+    "weight_decay_mode": "decoupled", "momentum_dtype": None, "momentum_device": None, "orthogonalize": None,
+    "second_moment": None, "second_moment_beta": 0.95, "lr_multiplier": 1.0,
 }  # fmt: skip
 RARE = USUAL.keys() - {"lr_multiplier"}  # which who has groups of his own writes there
 DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
@@ -193,6 +194,10 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
         raise ValueError(
             f"momentum_dtype must be torch.bfloat16 or None (fp32, or wider where parameters are), got "
             f"{group['momentum_dtype']!r}"
+        )
+    if group["momentum_device"] not in (None, "cpu"):
+        raise ValueError(
+            f"momentum_device must be 'cpu' or None (where the parameters are), got {group['momentum_device']!r}"
         )
     if group["second_moment"] not in (None, "row"):
         raise ValueError(f"second_moment must be 'row' (NorMuon) or None, got {group['second_moment']!r}")

@@ -399,15 +399,15 @@ def _state_fault(state: Mapping[str, Any]) -> str | None:
     return None
 
 
-_OWN = ("momentum_dtype", "orthogonalize", STRATEGY)  # what no load changes
+_OWN = ("momentum_dtype", "momentum_device", "orthogonalize", STRATEGY)  # what no load changes
 _FUNCTION, _DTYPE = "function ", "torch."  # how a saved text begins that stands for one
 
 
 def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group; what it lacks, such as options that torch's own optimizers do not know, is as it was.
 
-    So are functions, the dtype of momentum, to which what was saved is converted, and strategies, by which matrices
-    were laid out. What a group that dmuon saved lacks of rare options is as usual.
+    So are functions, dtype and device of momentum, to which what was saved is converted, and strategies, by which
+    matrices were laid out. What a group that dmuon saved lacks of rare options is as usual.
     """
     kept = {name: value for name, value in group.items() if name != "params"}
     if "use_muon" in saved:

@@ -91,6 +91,12 @@ class Stream:
             yield
             self._stream.synchronize()
 
+    def handed_over(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which was made on this stream, for the current one: its memory waits for what that reads."""
+        if self._module is not None:
+            tensor.record_stream(self._module.current_stream(self._device))
+        return tensor
+
     def mark(self) -> torch.Event | None:
         """What was queued on this stream so far, for :meth:`join_up_to`; None where everything runs in turn."""
         if self._module is None or self._stream is None:
@@ -106,6 +112,13 @@ class Stream:
         """As :meth:`join`, but without waiting for what was queued behind ``mark``; for nothing if that is None."""
         if self._module is not None and mark is not None:
             self._module.current_stream(self._device).wait_event(mark)
+
+
+def await_device(device: torch.device) -> None:
+    """Let the host wait for what was queued on the current stream."""
+    module = streams_of(device)
+    if module is not None:
+        module.current_stream(device).synchronize()
 
 
 class Origin:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.domain import Domain
+from dmuon.kernels import streams_of
 from dmuon.layout.matrices import Parcel, Region
+from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import local_tensor
 
 _SMALL_PART = 2**16  # elements: what is elementwise takes less time than to start it
@@ -62,6 +64,21 @@ class Task:
         return len(self.numbers)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fetched:
+    """Momentum that comes from the host on a stream of its own; out of date where that has another ``version`` now."""
+
+    stored: Tensor
+    stream: Stream
+    mark: torch.Event | None
+    version: int
+
+    def taken(self) -> Tensor:
+        """For what is queued from now on."""
+        self.stream.join_up_to(self.mark)
+        return self.stream.handed_over(self.stored)
+
+
 @dataclass(slots=True, eq=False)
 class Batch:
     """Matrices of one shape, which lie alike. What every step would ask of them is worked out once.
@@ -83,8 +100,9 @@ class Batch:
         labels: parameter of each matrix, and its number in that if it is more than one matrix.
         scaled_shape: ``(out, in)`` of each whole matrix, by which learning rates are scaled.
         dtype, device: in which momentum is folded, and what travels.
-        is_copied: :meth:`momentum` is a copy: it is stored in another dtype, or as no view of one tensor.
+        is_copied: :meth:`momentum` is a copy: it is stored otherwise than it is folded, or as no view of one tensor.
         is_rounded: it is stored in another dtype.
+        is_moved: it is stored on another device, the host.
     """
 
     params: list[Tensor]
@@ -106,6 +124,8 @@ class Batch:
     device: torch.device = field(init=False)
     is_copied: bool = field(init=False)
     is_rounded: bool = field(init=False)
+    is_moved: bool = field(init=False)
+    _fetched: _Fetched | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.each = len(self.numbers)
@@ -116,9 +136,11 @@ class Batch:
         self.labels = [(param, number) for param in self.params for number in numbers]
         self.scaled_shape = self.shape[::-1] if self.transposed else self.shape
         self.dtype = torch.promote_types(self.params[0].dtype, torch.float32)
-        self.device = self.momenta[0].device
+        self.device = local_tensor(self.params[0]).device
         self.is_rounded = self.momenta[0].dtype != self.dtype
-        self.is_copied = self.stacked is None or self.is_rounded
+        self.is_moved = self.momenta[0].device != self.device
+        self.is_copied = self.stacked is None or self.is_rounded or self.is_moved
+        self._fetched = None
 
     def gradients(self, start: int, end: int, decay: float = 0.0) -> list[Tensor]:
         """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none.
@@ -155,18 +177,33 @@ class Batch:
         :meth:`put_momentum` writes changes of a copy back.
         """
         if self.stacked is not None:
-            return self.stacked[start * self.each : end * self.each].to(self.dtype)
-        assert self.region is not None
-        taken = [self.region.take(momentum) for momentum in self.momenta[start:end]]
-        return (taken[0] if len(taken) == 1 else torch.cat(taken)).to(self.dtype)
+            rows = slice(start * self.each, end * self.each)
+            fetched, self._fetched = self._fetched, None
+            if fetched is not None and fetched.version == self.stacked._version:
+                return fetched.taken()[rows].to(self.dtype)
+            stored = self.stacked[rows]
+        else:
+            assert self.region is not None
+            taken = [self.region.take(momentum) for momentum in self.momenta[start:end]]
+            stored = taken[0] if len(taken) == 1 else torch.cat(taken)
+        return (stored.to(self.device, non_blocking=True) if self.is_moved else stored).to(self.dtype)
+
+    def fetch(self, beside: Stream) -> None:
+        """Let momentum that is stored on the host travel while the device computes."""
+        if self.is_moved and self.stacked is not None:
+            with beside.beside():
+                stored = self.stacked.to(self.device, non_blocking=True)
+            self._fetched = _Fetched(stored, beside, beside.mark(), self.stacked._version)
 
     def put_momentum(self, start: int, end: int, momentum: Tensor) -> None:
         """Write a copy of momentum, which was changed, back to where it came from, rounded to the nearest."""
+        if self.is_moved:
+            momentum = momentum.to(self.momenta[0].dtype)  # before it travels
         if self.stacked is not None:
-            self.stacked[start * self.each : end * self.each].copy_(momentum)
+            self.stacked[start * self.each : end * self.each].copy_(momentum, non_blocking=True)
             return
         matrices = list(momentum.unbind(0))
-        if end - start > 1 or momentum.dtype != self.momenta[0].dtype:  # it is a copy, whatever its parts were
+        if end - start > 1 or self.is_rounded or self.is_moved:  # it is a copy, whatever its parts were
             copied, matrices = matrices, self.split(self.momenta[start:end])
             torch._foreach_copy_(matrices, copied)
         self.put(self.momenta[start:end], matrices)
@@ -245,7 +282,8 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     first = batches[0]
     assert first.stacked is not None
     counts = [len(batch.params) for batch in batches]
-    stacked = first.stacked.new_zeros((sum(counts), *first.stacked.shape[1:]))
+    like, stored = local_tensor(first.params[0]), first.stacked
+    stacked = _zeros((sum(counts), *stored.shape[1:]), like, stored.device, stored.dtype)
     for batch, part in zip(batches, stacked.split(counts), strict=True):
         batch.stacked, batch.momenta = part, list(part)
     params, momenta = [p for batch in batches for p in batch.params], [m for batch in batches for m in batch.momenta]
@@ -321,5 +359,7 @@ def _batch(
 
 
 def _zeros(shape: Sequence[int], like: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
-    dtype = dtype or torch.promote_types(like.dtype, torch.float32)
-    return torch.zeros(tuple(shape), dtype=dtype, device=device or like.device)
+    """Of the host's memory, what a device of ``like`` reads and writes while the host goes on."""
+    dtype, device = dtype or torch.promote_types(like.dtype, torch.float32), device or like.device
+    pinned = device.type == "cpu" and streams_of(like.device) is not None
+    return torch.zeros(tuple(shape), dtype=dtype, device=device, pin_memory=pinned)

@@ -220,7 +220,9 @@ def lay_out(groups: Sequence[Mapping[str, Any]], residencies: Iterable[Residency
         for group in groups:
             ids = {*map(id, group["params"])}
             of_group = (task for task in tasks if id(task.param) in ids)
-            batches.append(make_batches(of_group, dtype=group.get("momentum_dtype")))
+            where = group.get("momentum_device")
+            device = None if where is None else torch.device(where)
+            batches.append(make_batches(of_group, device, group.get("momentum_dtype")))
         rounds += residency.rounds(batches)
     return rounds
 

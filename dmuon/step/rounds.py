@@ -13,7 +13,7 @@ The gather of the next round is on its way while one computes, and so are the sc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -33,7 +33,7 @@ from dmuon.kernels import (
     normalized_update,
 )
 from dmuon.layout.matrices import Parcel, Strategy
-from dmuon.platform.streams import PhaseTimer
+from dmuon.platform.streams import PhaseTimer, Stream
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
 from dmuon.step.row_moments import RowMoments
 from dmuon.step.update import Done, Numerics, StepRecord, apply, fold, numerics_of, orthogonalize, with_zeros
@@ -77,6 +77,11 @@ class Round(ABC):
     queue: int = 0
     knows_shapes: bool = True
     scales_rows: bool = False
+
+    @property
+    def folded(self) -> Iterable[Batch]:
+        """That into whose momentum gradients go: the batches, or what is made of them."""
+        return self.batches
 
     def fold(self, step: Step) -> WholeNorms | None:
         """Before any round runs: gradients go into momentum, if norms of whole matrices must be joined first."""
@@ -206,6 +211,10 @@ class ExchangedRound(Round):
         held = {i: batch for i, batch in enumerate(self.batches) if here in batch.parcel.spread.parts}
         self.bundles: list[Bundle] = make_bundles(held, owned)
         self._norms: WholeNorms | None = None
+
+    @property
+    def folded(self) -> Iterable[Batch]:
+        return (bundle.joint for bundle in self.bundles)
 
     def fold(self, step: Step) -> WholeNorms | None:
         self._norms = None  # a step before may have failed
@@ -439,7 +448,8 @@ class Schedule:
     """The rounds of a step, and which of them have started when each one computes; worked out once for all steps.
 
     Args:
-        prefetch: counts for the rounds of each domain on its own.
+        prefetch: counts for the rounds of each domain on its own. Momentum that is stored on the host comes one round
+            earlier.
     """
 
     def __init__(self, rounds: Sequence[Round], prefetch: int) -> None:
@@ -449,6 +459,9 @@ class Schedule:
         windows = iter(prefetch_windows([round_.queue for round_ in self._exchanged], prefetch))
         turn = 0  # of the next round to exchange
         self._turns: list[tuple[Round, Sequence[int]]] = []
+        moved = (batch for round_ in rounds for batch in round_.folded if batch.is_moved)
+        first = next(moved, None)
+        self._beside = None if first is None else Stream(first.device)
         for round_ in rounds:
             ahead: Sequence[int] = range(turn, min(turn + prefetch, len(self._exchanged)))
             self._turns.append((round_, next(windows) if round_.exchanged else ahead))
@@ -473,7 +486,11 @@ class Schedule:
         is_last: dict[int, bool] = {}  # whether it sends nothing more
         leaving: list[int] = []  # turns of those that have computed
         turn = 0
-        for round_, window in self._turns:
+        for number, (round_, window) in enumerate(self._turns, self.prefetch + 1):
+            if self._beside is not None and number < len(self.rounds):
+                for batch in self.rounds[number].folded:
+                    if not batch.ids.isdisjoint(step.present):
+                        batch.fetch(self._beside)
             for coming in window:
                 if coming not in started:
                     started[coming] = self._exchanged[coming].run(step)

@@ -121,7 +121,7 @@ class RowMoments:
         every, domain = [(i, batch, self._rows[id(batch)]) for i, batch in enumerate(batches)], batches[0].domain
         squares: dict[int, Tensor] = {}
         for i, batch, rows in every:
-            nothing = batch.momenta[0].new_zeros(rows.index.shape, dtype=batch.dtype)
+            nothing = batch.momenta[0].new_zeros(rows.index.shape, dtype=batch.dtype, device=batch.device)
             squares[i] = _squares(updates[i], batch) if i in updates else nothing
         sums: dict[int, Tensor] = {}
         for i, batch, rows in every:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
+from zlib import crc32
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import Block, loss_of, shard
+from harness.network import Block, Network, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
@@ -27,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullOptimStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -128,6 +130,96 @@ def test_clipping_accumulation_no_sync_and_missing_gradients(rank: int, world: i
         reference.step()
         optimizer.step()
     assert_equal_weights(whole(model), dict(plain.named_parameters()))
+
+
+EACH = ModuleWrapPolicy({Block, nn.Linear})  # units within units, and some that hold nothing themselves
+
+
+def frozen() -> Network:
+    """A whole block, one matrix of another, and a table."""
+    model = build()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(("blocks.0.", "blocks.1.mix", "embed")))
+    return model
+
+
+def as_built(_model: nn.Module, _step: int) -> None:
+    pass
+
+
+def thawed(model: nn.Module, step: int) -> None:
+    """One matrix is trained from the second step on."""
+    for name, param in model.named_parameters():
+        if name.replace("_fsdp_wrapped_module.", "") == "blocks.1.up.weight":
+            param.requires_grad_(step >= 1)
+
+
+PROGRAMS: dict[str, tuple[Callable[[], Network], Callable[[nn.Module, int], None], dict[str, Any]]] = {
+    "frozen": (frozen, as_built, {"auto_wrap_policy": BLOCKS}),
+    "frozen, in one flat tensor": (frozen, as_built, {}),
+    "frozen, on every rank": (frozen, as_built, {"strategy": "NO_SHARD", "auto_wrap_policy": BLOCKS}),
+    "trained later": (build, thawed, {"auto_wrap_policy": BLOCKS}),
+    "trained later, on every rank": (build, thawed, {"strategy": "NO_SHARD", "auto_wrap_policy": BLOCKS}),
+    "each layer": (build, as_built, {"auto_wrap_policy": EACH}),
+    "each layer, kept whole": (build, as_built, {"strategy": "SHARD_GRAD_OP", "auto_wrap_policy": EACH}),
+    "each layer, on every rank": (build, as_built, {"strategy": "NO_SHARD", "auto_wrap_policy": EACH}),
+}
+
+
+@on_ranks(2, timeout=180)
+def test_frozen_nested_and_accumulated_equal_one_process(rank: int, world: int) -> None:
+    for program, (network, change, options) in PROGRAMS.items():
+        plain, model = network(), wrapped(network(), **options)
+        reference, optimizer = (dmuon.Muon(dmuon.param_groups(m), **OPTIONS) for m in (plain, model))
+        for step in range(3):
+            for one, owner, parts in ((plain, reference, (0, 1)), (model, optimizer, (rank, world))):
+                change(one, step)
+                owner.zero_grad()
+                with one.no_sync() if isinstance(one, FSDP) and step != 1 else torch.enable_grad():
+                    (0.5 * loss_of(one, *shard(batch(2 * step), *parts))).backward()
+                (0.5 * loss_of(one, *shard(batch(2 * step + 1), *parts))).backward()
+                owner.step()
+        try:
+            assert_equal_weights(whole(model), dict(plain.named_parameters()))
+        except AssertionError as error:
+            raise AssertionError(program) from error
+
+
+@on_ranks(2)
+def test_a_model_that_fsdp1_materializes_equals_one_process(rank: int, world: int) -> None:
+    """From the meta device, by ``param_init_fn``."""
+
+    def fill(module: nn.Module, name: str) -> None:
+        generator = torch.Generator().manual_seed(crc32(name.encode()))
+        for param in module.parameters(recurse=False):
+            nn.init.normal_(param, std=0.2, generator=generator)
+
+    def materialize(module: nn.Module) -> None:
+        module.to_empty(device=CPU, recurse=False)
+        fill(module, names[module])
+
+    plain, meta = build(), build().to("meta")
+    for name, module in plain.named_modules():
+        fill(module, name)
+    names = {module: name for name, module in meta.named_modules()}
+    model = wrapped(meta, auto_wrap_policy=BLOCKS, param_init_fn=materialize)
+    train(plain, dmuon.Muon(dmuon.param_groups(plain), **OPTIONS), range(3))
+    train(model, dmuon.Muon(model, **OPTIONS), range(3), rank, world)
+    assert_equal_weights(whole(model), dict(plain.named_parameters()))
+
+
+@on_ranks(2)
+def test_mixed_precision_trains_as_autocast(rank: int, world: int) -> None:
+    """Gradients may stay in half precision."""
+    for strategy, keeps in product(("FULL_SHARD", "NO_SHARD"), (False, True)):
+        precision = MixedPrecision(torch.bfloat16, None if keeps else torch.float32, keep_low_precision_grads=keeps)
+        model = wrapped(build(), strategy, auto_wrap_policy=BLOCKS, mixed_precision=precision)
+        train(model, dmuon.Muon(model, **OPTIONS), range(3), rank, world)
+        start, exact = dict(build().named_parameters()), reference_weights(3)
+        for name, weight in whole(model).items():
+            assert weight.dtype == torch.float32
+            if name.startswith("blocks") and weight.ndim == 2:
+                assert (weight - exact[name]).norm() <= 0.3 * (exact[name] - start[name]).norm(), name
 
 
 # -- what matrices a tensor is made of ------------------------------------------------------------------------------

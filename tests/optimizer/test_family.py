@@ -422,6 +422,8 @@ def test_momentum_is_converted_by_a_load() -> None:
             assert torch.equal(values["momentum_buffer"], again["state"][i]["momentum_buffer"].float())
     with pytest.raises(ValueError, match=r"momentum_dtype must be torch\.bfloat16 or None"):
         dmuon.Muon(build(), momentum_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"momentum_device must be 'cpu' or None .*, got 'cuda'"):
+        dmuon.Muon(build(), momentum_device="cuda")
 
 
 @pytest.mark.parametrize(

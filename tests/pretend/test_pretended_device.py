@@ -77,6 +77,7 @@ def compare(_rank: int, _world: int, name: str, keep: bool, micro: int, muon: An
 
 
 OVERLAP = {"overlap_backward": True}
+HOST, HALF = {"momentum_device": "cpu"}, {"momentum_dtype": torch.bfloat16}
 CASES = {
     **{f"{name} overlap": (name, False, 1, OVERLAP, {}) for name in ("1d", "ddp-2", "hsdp", "tp-fsdp")},
     **{f"{name} after backward": (name, False, 1, {}, {}) for name in ("1d-1", "1d-two-lines", "hsdp")},
@@ -86,6 +87,16 @@ CASES = {
     "nothing fetched ahead": ("1d-two-lines", False, 1, OVERLAP, {"prefetch": 0}),
     "two blocks fetched ahead": ("1d-two-lines", False, 1, OVERLAP, {"prefetch": 2}),
     "parts of one size": ("1d-two-lines", False, 1, OVERLAP, {"transport": "single"}),
+    **{
+        f"{name} with momentum on the host": (name, False, 1, muon, {})
+        for name, muon in (
+            ("hsdp", HOST),
+            ("1d", HOST | OVERLAP),
+            ("fsdp2-2", HOST),
+            ("fsdp2-tp", HOST | HALF),
+            ("fsdp2-hsdp", HOST | {"second_moment": "row"}),
+        )
+    },
     "one collective after the other": ("1d-two-lines", False, 1, OVERLAP, {"asynchronous": False}),
 }
 
@@ -96,7 +107,7 @@ def test_the_toy_trains_to_the_bits_of_the_cpu(device_ranks: Ranks, case: str) -
     results = device_ranks(LAYOUTS[name].world, compare, name, *how)
     assert [wrong for _, wrong in results] == [{}] * LAYOUTS[name].world
     for overlapped, _ in results:
-        assert all(overlapped) if how[2] is OVERLAP and "tp" not in name else not any(overlapped)
+        assert all(overlapped) if OVERLAP.items() <= how[2].items() and "tp" not in name else not any(overlapped)
 
 
 def alone(_rank: int, _world: int) -> dict[str, float]:
@@ -112,6 +123,32 @@ def alone(_rank: int, _world: int) -> dict[str, float]:
 
 def test_one_process_trains_to_the_bits_of_the_cpu(device_ranks: Ranks) -> None:
     assert device_ranks(1, alone) == [{}]
+
+
+def kept_on_the_host(_rank: int, _world: int) -> tuple[dict[str, float], set[str]]:
+    """What differs from training with momentum on the device, half of it after a load; and where momentum is."""
+    found: list[dict[str, Tensor]] = []
+    places: set[str] = set()
+    for where in (None, "cpu"):
+        model = build().to("pretend")
+        optimizer = dmuon.Muon(model, momentum_device=where, **OPTIONS, **FP32)
+        train(model, optimizer, range(STEPS))
+        saved = optimizer.state_dict()
+        optimizer = dmuon.Muon(model, momentum_device=where, **OPTIONS, **FP32)
+        optimizer.load_state_dict(saved)
+        params = optimizer.param_groups[0]["params"]
+        train(model, optimizer, range(STEPS, 2 * STEPS))
+        if where is not None:
+            shown = [optimizer.state[param] for param in params]
+            kept = [of_param for of_param in optimizer.state_dict()["state"].values() if "momentum_buffer" in of_param]
+            places = {of_param["momentum_buffer"].device.type for of_param in (*shown, *kept)}
+        found.append({n: t.detach().cpu() for n, t in model.state_dict().items()})
+    expected, here = found
+    return {n: float((here[n] - t).abs().max()) for n, t in expected.items() if not torch.equal(here[n], t)}, places
+
+
+def test_momentum_on_the_host_is_saved_and_loaded_there(device_ranks: Ranks) -> None:
+    assert device_ranks(1, kept_on_the_host) == [({}, {"cpu"})]
 
 
 # -- what only a device shows -----------------------------------------------------------------------------------------

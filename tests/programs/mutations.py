@@ -112,7 +112,7 @@ FAULTS = {
     },
     RESUMED: {
         "loaded_momentum_is_not_stored": "row.local.«copy_(part)→zero_()»",
-        "loaded_options_are_dropped": ('in saved.items() if name «not in→in» (STRATEGY, "momentum_dtype")}}'),
+        "loaded_options_are_dropped": "value for name, value in saved.items() if name «not in→in» _OWN}",
     },
     "tests/optimizer/test_muon.py -k 'weight_decay or each_option'": {
         "adamw_does_not_decay": 'weight_decay=«self.group["weight_decay"]→0.0»,',

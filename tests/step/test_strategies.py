@@ -500,6 +500,8 @@ def test_what_has_owners_by_other_means_is_refused_by_name(rank: int, world: int
     own = dmuon.DistributedConfig(lambda *a: config.assign_fn(*a), config.gather_fn, config.redistribute_fn, {})
     with pytest.raises(ValueError, match="functions of the user's own"):
         weights.optimizer(own, strategy="replicated")
+    with pytest.raises(ValueError, match="momentum_device of group 0: strategy='full_replication' keeps"):
+        optimizer_of(weights, strategy="full_replication", momentum_device="cpu")
     laid = lay("1d", build())
     with pytest.raises(ValueError, match="which dedicate_params gave an owner") as refused:
         laid.optimizer(strategy="sharded")

@@ -67,7 +67,7 @@ def test_every_supported_python_is_named_and_tried() -> None:
     assert set(pythons) <= set(re.findall(r'python(?:-version)?: "(3\.\d+)"', workflow)), pythons
     oldest = found(r'"torch>=(\d+\.\d+)"', "pyproject.toml")
     pinned = found(r"^torch==(.*)$", "constraints.txt")
-    assert f'torch: "{oldest}.0"' in workflow and f'torch: "{pinned}"' in workflow
+    assert f'torch: "{oldest}.' in workflow and f'torch: "{pinned}"' in workflow
 
 
 def test_what_the_container_copies_is_there() -> None:

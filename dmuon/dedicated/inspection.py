@@ -45,7 +45,8 @@ _WRAPPERS: dict[type, str] = {
 
 _REPLICATE = "torch.distributed._composable.replicate"  # the module of DDP's composable form and of its classes
 
-Seat = tuple[str, list[GlobalRank]]  # the host of a process, and the ranks that tensor parallelism splits it over
+# The host of a process, the ranks that tensor parallelism splits it over, and what it is to do by earlier plans.
+Seat = tuple[str, list[GlobalRank], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,10 @@ def check_mesh(mesh: DeviceMesh) -> Topology:
         TypeError, ValueError: with the remedy.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
+        raise TypeError(
+            "mesh must be a torch.distributed DeviceMesh, such as init_device_mesh('cuda', (8,)), "
+            f"got {type(mesh).__name__}"
+        )
     if not dist.is_initialized():
         raise ValueError(
             "mesh: torch.distributed is not initialized (or was torn down after the mesh was made); call "
@@ -241,7 +245,8 @@ def _checked(model: object) -> nn.Module:
             )
         if isinstance(module, FSDPModule):
             raise ValueError(
-                f"module {name or 'model'!r} is sharded by fully_shard already; call dedicate_params before fully_shard"
+                f"module {name or 'model'!r} is sharded by fully_shard already; call dedicate_params before "
+                "fully_shard, or leave it out: dmuon.Muon(model) takes what FSDP2 has sharded"
             )
     return model
 

@@ -63,18 +63,19 @@ _REMEDY = (
     "use `with dmuon.summon_full_params(model):` to read or edit whole weights, `model.state_dict()` or "
     "torch.distributed.checkpoint to save them"
 )
-_TRAINER_REMEDY = (
-    "in Hugging Face's Trainer: take dmuon.integrations.transformers.DedicatedTrainer; with accelerate: "
+_IN_FORWARD = "if a forward computes with it there, name its module, or the model, in dedicate_params(…, blocks=[…])"
+_FRAMEWORKS = (
+    "in Hugging Face's Trainer take dmuon.integrations.transformers.DedicatedTrainer, with accelerate "
     "dmuon.integrations.accelerate.DedicatedAccelerator"
 )
 _WRAPPER_REMEDY = (
-    f"{_REMEDY}; DistributedDataParallel is not needed around a dedicated model: dmuon averages all gradients over the "
-    f"mesh; {_TRAINER_REMEDY}"
+    "DistributedDataParallel is not needed around a dedicated model, whose gradients dmuon averages: "
+    f"{_FRAMEWORKS}; to read whole weights use `with dmuon.summon_full_params(model):`"
 )
 _CONVERSIONS = ("_to_copy", "empty_like")  # what Module.to(…), .half(), .cuda() and .to_empty(…) call
 _CONVERSION_REMEDY = (
-    "convert and move the model before dedicate_params, which takes it to the mesh's device; for another dtype in "
-    f"forward and backward pass mp_policy=MixedPrecisionPolicy(param_dtype=…); {_TRAINER_REMEDY}"
+    "convert and move the model before dedicate_params, and for another dtype in forward and backward pass "
+    f"mp_policy=MixedPrecisionPolicy(param_dtype=…); {_FRAMEWORKS}"
 )
 _NUMBERS = ("all", "amax", "amin", "any", "max", "mean", "min", "sum")
 _NUMBER_REMEDY = f"take norm(), which all ranks have together, and is not finite where an element is not; or {_REMEDY}"
@@ -182,10 +183,10 @@ class OwnedTensor(SavedInBoxes, DTensor):
 
     def refused(self, func: Any) -> RuntimeError:
         """Why an operation is not allowed, and what to do."""
+        remedy = _REMEDIES.get(func.overloadpacket.__name__, f"{_REMEDY}; {_IN_FORWARD}")
         return RuntimeError(
             f"{func} is not available on {self.fqn!r}: outside the forward and backward of its block, dmuon "
-            f"keeps it {self._where} and empty on the others; {_REMEDIES.get(func.overloadpacket.__name__, _REMEDY)}. "
-            "If a forward computes with it there, name its module, or the model, in dedicate_params(…, blocks=[…])"
+            f"keeps it {self._where} and empty on the others; {remedy}"
         )
 
     @property

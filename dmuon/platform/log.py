@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-class RankLogger(logging.LoggerAdapter[logging.Logger]):
+class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # of which Python 3.10 knows no kinds
     """Says first which rank speaks, where there are several; records have it as ``rank`` too.
 
     A message that nobody wants costs the comparison of a level. No handler is installed: programs decide what is shown.

@@ -55,7 +55,10 @@ def test_work_that_takes_longer_than_a_collective_may_is_waited_for(ranks: RankP
     ranks(3, slower_than_the_group, worker)
 
 
-def one_is_interrupted(rank: int, world: int, worker: int, victim: int) -> None:
+@pytest.mark.pitfall("P71")
+@pytest.mark.parametrize(("worker", "victim"), [(0, 0), pytest.param(0, 1, marks=pytest.mark.slow)])
+@on_ranks(3)
+def test_an_interrupt_ends_all_ranks_whoever_works(rank: int, world: int, worker: int, victim: int) -> None:
     def work() -> None:
         if rank == victim:
             threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -74,12 +77,6 @@ def one_is_interrupted(rank: int, world: int, worker: int, victim: int) -> None:
         with pytest.raises(dmuon.CollectiveError, match=says):
             run_awaited(group, CPU, "a long work", work)
     assert time.monotonic() - begin < SPARE
-
-
-@pytest.mark.pitfall("P71")
-@pytest.mark.parametrize(("worker", "victim"), [(0, 0), pytest.param(0, 1, marks=pytest.mark.slow)])
-def test_an_interrupt_ends_all_ranks_whoever_works(ranks: RankPool, worker: int, victim: int) -> None:
-    ranks(3, one_is_interrupted, worker, victim)
 
 
 # -- through dedicate_params ---------------------------------------------------------------------------------------
@@ -140,7 +137,7 @@ def test_an_interrupt_of_dedicate_params_ends_every_rank_with_a_named_error(wher
     assert other.seconds < SPARE + 10.0
 
 
-@pytest.mark.parametrize("alone", ["vote before step()", "norm of tensors"])
+@pytest.mark.parametrize("alone", ["vote before step()", pytest.param("norm of tensors", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alone: str) -> None:
     """Of a step or a norm that one rank takes alone, until the other comes after all; quick waits say nothing."""

@@ -138,26 +138,6 @@ def test_a_function_initializes_what_tensor_parallelism_has_split(rank: int, wor
     assert_same_tensors(full_state(model), dict(expected.state_dict()))
 
 
-@on_ranks(2)
-def test_parts_of_a_fused_tensor_go_to_their_owners(rank: int, world: int) -> None:
-    spec = dmuon.MatrixSpec(parts=(9, 20))
-
-    def select(fqn: str, module: nn.Module, param: nn.Parameter) -> Any:
-        return spec if fqn.endswith("up.weight") else ...
-
-    model = on_meta()
-    torch.manual_seed(3)
-    plan = dmuon.dedicate_params(
-        model,
-        init_device_mesh("cpu", (world,)),
-        costs="flops",
-        select=select,
-        initialize=lambda module: module.reset_parameters(),
-    )
-    assert {plan.owners[f"blocks.{b}.up.weight[{i}]"] for b in range(3) for i in range(2)} == {0, 1}
-    assert_same_tensors(full_state(model), dict(alone().state_dict()))
-
-
 def live_bytes() -> int:
     gc.collect()
     storages = {}

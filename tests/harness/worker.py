@@ -76,7 +76,8 @@ class OneThreadGloo(c10d.ProcessGroupGloo):  # type: ignore[name-defined, misc]
 
     shared: Any = None
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_newer: Any) -> None:
+        # torch 2.15 says `enable_reconfigure` too, for groups whose ranks change: a pool's do not.
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         if OneThreadGloo.shared is None:
             OneThreadGloo.shared = c10d.ProcessGroupGloo.create_default_device()  # type: ignore[attr-defined]

@@ -102,8 +102,8 @@ def first_line(error: Exception) -> str:
 # By the default group, and by what a group is for. Another default group, perhaps on another store, has none yet.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 # What was started and not waited for yet, with the tensors that it reads and writes, whoever drops its Pending. Of the
-# CPU alone: an accelerator's back end keeps what its collectives use by itself.
-_under_way: set[dist.Work] = set()
+# CPU alone: an accelerator's back end keeps what its collectives use by itself. With the name of the monitor.
+_under_way: dict[dist.Work, str] = {}
 
 
 def groups_made() -> dict[Hashable, dist.ProcessGroup]:
@@ -129,12 +129,14 @@ def settle_at_exit() -> None:
     keep_for_ever(_under_way)
 
 
-def _settle(seconds: float) -> None:
-    """Let go of collectives that have ended without anybody's waiting, or do so before ``seconds`` have passed."""
+def _settle(seconds: float, name: str | None = None) -> None:
+    """Let go of collectives that have ended without anybody's waiting; those of one monitor, or all, have some time."""
     deadline = time.monotonic() + seconds
     while True:
-        _under_way.difference_update([work for work in _under_way if work.is_completed()])
-        if not _under_way or time.monotonic() > deadline:
+        for work in [*_under_way]:  # other threads may start some
+            if work.is_completed():
+                _under_way.pop(work, None)
+        if not any(name in (None, of) for of in [*_under_way.values()]) or time.monotonic() > deadline:
             return
         time.sleep(0.001)
 
@@ -240,7 +242,8 @@ class Pending:
         end_wait(wait)
         if fault is not None:  # some may go on
             self._monitor.fail(self._what, fault)
-        _under_way.difference_update(works)
+        for work in works:
+            _under_way.pop(work, None)
 
 
 @dataclass(slots=True)
@@ -294,8 +297,6 @@ class Monitor:
         self.device = device
         self._asynchronous = asynchronous
         self._keeps = streams_of(device) is None
-        # What a model that is gone has sent ahead goes with it.
-        weakref.finalize(self, _settle, _LEAVE_SECONDS).atexit = False
         self._journal = _journals.setdefault(group, _Journal())
         self._number = self._journal.monitors
         self._journal.monitors += 1
@@ -303,6 +304,8 @@ class Monitor:
         self._options: dict[str, str] = {}
         self.name = f"{group.group_name} {self._number}"
         self.step = 0
+        # What a model that is gone has sent ahead goes with it.
+        weakref.finalize(self, _settle, _LEAVE_SECONDS, self.name).atexit = False
 
     def start(
         self, lane: str | None, what: str, launch: Callable[[], dist.Work | list[dist.Work | None] | None]
@@ -333,7 +336,7 @@ class Monitor:
             assert work is not None, "an asynchronous collective returns its work"
             works.append(work)
         if self._keeps:
-            _under_way.update(works)
+            _under_way.update(dict.fromkeys(works, self.name))
         pending = Pending(self, what, works)
         if not self._asynchronous:
             pending.wait_on_host()

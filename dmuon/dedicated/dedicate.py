@@ -13,14 +13,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
-from itertools import chain
 from socket import gethostname
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -35,15 +33,7 @@ from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication, dedication_of, dedications, places_in, planned_ns
-from dmuon.dedicated.initial_values import (
-    Initialize,
-    check_initialize,
-    from_first_rank,
-    is_on_meta,
-    put,
-    replacement,
-    values_of_meta,
-)
+from dmuon.dedicated.initial_values import Initialize, check_initialize, share_initial_values
 from dmuon.dedicated.inspection import (
     Inspected,
     Seat,
@@ -55,9 +45,9 @@ from dmuon.dedicated.inspection import (
     tensor_group_of,
     tensor_mesh_of,
 )
-from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, initial_master, parts_of, resting
+from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, parts_of, resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.replicated import excluded_modules, own_buffers, own_parameters
+from dmuon.dedicated.replicated import excluded_modules
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.shards import layout_of
@@ -71,7 +61,7 @@ from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag, refuse_unknown, told_apart
 from dmuon.platform.streams import mesh_device
-from dmuon.platform.torch_private import backend_of, local_tensor, outside_compile, require_supported_torch
+from dmuon.platform.torch_private import backend_of, outside_compile, require_supported_torch
 from dmuon.solver import SolveOptions
 
 _KEYWORDS_ELSEWHERE = told_apart(  # of X-Square's dedicate_params
@@ -437,7 +427,7 @@ def _own(
     weights_of_all = [weight for _, weights in packed for weight in weights]
     fault: Exception | None = None
     try:
-        masters = _share_initial_values(inspected.whole, weights_of_all, comm, initialize)
+        masters = share_initial_values(inspected.whole, weights_of_all, comm, initialize)
     except Exception as error:  # what the user's function raises: tensor-parallel ranks must not go on without this one
         fault = error
     if comm.topology.tensor > 1:
@@ -468,38 +458,6 @@ def _own(
     runtime.ns_options = ns_options
     hook_state_dicts([*inspected.roots.values()], runtime)
     Dedication(inspected.roots, inspected.routes, runtime)  # which stays on the model
-
-
-def _share_initial_values(
-    model: nn.Module, weights: Sequence[Weight], comm: Comm, initialize: Initialize | None
-) -> dict[str, Tensor]:
-    """Make the first rank's values everyone's; returns the masters of this rank by name. Collective."""
-    by_tensor = {id(weight.param): weight for weight in weights}
-    masters: dict[str, Tensor] = {}
-    replaced: dict[int, Tensor] = {}
-    for tensor, value in _initial_values(model, comm, initialize):
-        weight = by_tensor.get(id(tensor))
-        if weight is not None:
-            masters[weight.fqn] = initial_master(value, weight, comm)
-        elif tensor.is_meta:
-            replaced[id(tensor)] = replacement(tensor, value, comm.device)
-        elif comm.position:
-            with torch.no_grad():
-                local_tensor(tensor).detach().copy_(value)
-    put(model, replaced)
-    return masters
-
-
-def _initial_values(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every parameter and buffer, with the first rank's value of its local part."""
-    excluded = excluded_modules(model)
-    own = chain(own_parameters(model, excluded), own_buffers(model, excluded))
-    tensors = [tensor for _, tensor in own if not tensor.is_meta]
-    if is_on_meta(model):
-        yield from values_of_meta(model, comm, initialize)
-    # Behind the others: initializing a module may have changed buffers of it that were there.
-    values = from_first_rank([*map(local_tensor, tensors)], comm, "broadcast of initial values")
-    yield from zip(tensors, values, strict=True)
 
 
 def _pack(inspected: Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torch.dtype, list[Weight]]]:

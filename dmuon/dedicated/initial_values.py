@@ -6,6 +6,7 @@ Of the latter the first rank initializes some modules at a time, and each rank k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import run_awaited
 from dmuon.comm.context import Comm
-from dmuon.dedicated.replicated import excluded_modules, own_modules
+from dmuon.dedicated.matrix import Weight, initial_master
+from dmuon.dedicated.replicated import excluded_modules, own_buffers, own_modules, own_parameters
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.torch_private import TorchDispatchMode, local_tensor, move_hooks, share_random_state
 
@@ -27,7 +29,39 @@ BUCKET_BYTES = 2**28  # most that travels at once, unless one tensor has more
 _ALIGN_BYTES = 16  # of each tensor in a bucket; its dtype needs less
 
 
-def from_first_rank(tensors: Sequence[Tensor], comm: Comm, what: str) -> Iterator[Tensor]:
+def share_initial_values(
+    model: nn.Module, weights: Sequence[Weight], comm: Comm, initialize: Initialize | None
+) -> dict[str, Tensor]:
+    """Make the first rank's values everyone's; returns the masters of this rank by name. Collective."""
+    by_tensor = {id(weight.param): weight for weight in weights}
+    masters: dict[str, Tensor] = {}
+    replaced: dict[int, Tensor] = {}
+    for tensor, value in _initial_values(model, comm, initialize):
+        weight = by_tensor.get(id(tensor))
+        if weight is not None:
+            masters[weight.fqn] = initial_master(value, weight, comm)
+        elif tensor.is_meta:
+            replaced[id(tensor)] = _replacement(tensor, value, comm.device)
+        elif comm.position:
+            with torch.no_grad():
+                local_tensor(tensor).detach().copy_(value)
+    _put(model, replaced)
+    return masters
+
+
+def _initial_values(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every parameter and buffer, with the first rank's value of its local part."""
+    excluded = excluded_modules(model)
+    own = chain(own_parameters(model, excluded), own_buffers(model, excluded))
+    tensors = [tensor for _, tensor in own if not tensor.is_meta]
+    if _is_on_meta(model):
+        yield from _values_of_meta(model, comm, initialize)
+    # Behind the others: initializing a module may have changed buffers of it that were there.
+    values = _from_first_rank([*map(local_tensor, tensors)], comm)
+    yield from zip(tensors, values, strict=True)
+
+
+def _from_first_rank(tensors: Sequence[Tensor], comm: Comm) -> Iterator[Tensor]:
     """The first rank's value of each tensor, on the device of ``comm``. Collective over the data-parallel ranks.
 
     They travel in flat buckets. What is given is read on the first rank alone, and a part of a bucket, which keeps all
@@ -35,7 +69,6 @@ def from_first_rank(tensors: Sequence[Tensor], comm: Comm, what: str) -> Iterato
 
     Args:
         tensors: alike on all ranks in shape and dtype.
-        what: the broadcasts are, in messages.
     """
     if comm.world == 1:
         for tensor in tensors:
@@ -51,7 +84,7 @@ def from_first_rank(tensors: Sequence[Tensor], comm: Comm, what: str) -> Iterato
         if comm.position == 0:
             for part, tensor in zip(parts, some, strict=True):
                 part.copy_(tensor.detach())
-        with comm.monitor.watch(what):
+        with comm.monitor.watch("broadcast of initial values"):
             dist.broadcast(flat, src=comm.ranks[0], group=comm.group)
         yield from parts
 
@@ -75,7 +108,7 @@ def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def is_on_meta(model: nn.Module) -> bool:
+def _is_on_meta(model: nn.Module) -> bool:
     """Whether anything of ``model`` waits for its values."""
     return any(tensor.is_meta for module in model.modules() for _, _, tensor in _held(module))
 
@@ -114,7 +147,7 @@ def check_initialize(model: nn.Module, initialize: Initialize | None) -> None:
         )
 
 
-def values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
+def _values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Every tensor of ``model`` on the meta device, with the value (of its local part) that the first rank gave it.
 
     The first rank materializes the tensors of some modules, NaN at first, and initializes these modules, in the order
@@ -131,7 +164,7 @@ def values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) 
     waiting = [
         (name, module)
         for name, module in own_modules(model, excluded_modules(model))
-        if _waiting(module) or (of_model and not [*_held(module)] and is_on_meta(module))
+        if _waiting(module) or (of_model and not [*_held(module)] and _is_on_meta(module))
     ]
     mesh = next((t.device_mesh for _, m in waiting for _, _, t in _waiting(m) if isinstance(t, DTensor)), None)
     if mesh is not None and comm.position == 0:
@@ -153,12 +186,12 @@ def values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) 
 
         run_awaited(comm.group, comm.device, f"initializing {some[0][0] or 'the model'!r} and what follows", work)
         sources = [local_tensor(given.get(key, tensor)) for key, tensor in complete.items()]
-        yield from zip(complete.values(), from_first_rank(sources, comm, "broadcast of initial values"), strict=True)
+        yield from zip(complete.values(), _from_first_rank(sources, comm), strict=True)
         for key in complete:
             given.pop(key, None)
 
 
-def replacement(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
+def _replacement(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
     """A tensor or parameter like ``tensor``, which is on the meta device, with ``value`` as its local part."""
     with torch.no_grad():
         fresh = torch.empty_like(tensor, device=device)
@@ -170,7 +203,7 @@ def replacement(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
     return fresh
 
 
-def put(model: nn.Module, replaced: dict[int, Tensor]) -> None:
+def _put(model: nn.Module, replaced: dict[int, Tensor]) -> None:
     """Let all modules hold what takes the place of a tensor, by its ``id``."""
     for module in model.modules():
         for store, name, tensor in _held(module):

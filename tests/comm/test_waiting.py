@@ -115,7 +115,7 @@ def interrupted(rank: int, world: int, where: str, victim: int) -> None:
             case "verifying":
                 patch.setattr(agreed_plan, "_fit", interrupt)
             case "placing":
-                patch.setattr("dmuon.dedicated.dedicate._share_initial_values", interrupt)
+                patch.setattr("dmuon.dedicated.dedicate.share_initial_values", interrupt)
     dmuon.dedicate_params(build(), init_device_mesh("cpu", (world,)), **options)
     raise AssertionError("no one was interrupted")
 

@@ -75,7 +75,7 @@ FAULTS = {
         "gradients_summed": "average = dist.ReduceOp.«AVG→SUM»",
     },
     f"tests/layout/test_shards.py {REDISTRIBUTION}": {
-        "pieces_in_order_of_ranks": "sorted(places.items(), key=lambda item: «[runs[0][0] for runs in item[1].runs]→0»)",
+        "pieces_in_order_of_ranks": "(places.items(), key=lambda item: «[runs[0][0] for runs in item[1].runs]→0»)",
     },
     REDISTRIBUTION: {
         "a_gather_is_not_waited_for": "«            self._pending.wait()\n→»            sections = self._received",
@@ -112,7 +112,7 @@ FAULTS = {
     },
     RESUMED: {
         "loaded_momentum_is_not_stored": "row.local.«copy_(part)→zero_()»",
-        "loaded_options_are_dropped": "loaded = {name: value for name, value in saved.items() if name «not in→in» _OWN}",
+        "loaded_options_are_dropped": "{name: value for name, value in saved.items() if name «not in→in» _OWN}",
     },
     "tests/optimizer/test_muon.py -k 'weight_decay or each_option'": {
         "adamw_does_not_decay": 'weight_decay=«self.group["weight_decay"]→0.0»,',

@@ -35,6 +35,7 @@ ASKS_FOR_THE_CPU = {
     "streams_of": "everybody else asks this one about order",
     "mesh_device": "which device it is",
     "_on_device_of": "which device it is",
+    "before_unshard": "FSDP2 has streams of its own",
     "Muon.step": "tensors lie in memory that the C library keeps",
     "_chosen": "ranks that share CPUs share their work, too",
     "_largest_piece": COMPUTES,
@@ -318,6 +319,7 @@ RESULT = "what it returns is needed, and somebody else inside waits for the stre
 IN_TURN = "asynchronous=False: the host waits for more than anybody needs"
 TIMES = "it measures, and nothing follows from it"
 GRAPH = "a graph can be captured on CUDA alone: tests/kernels/test_replay.py"
+FSDP2 = "not tried: FSDP2's own streams, which are not pretended here"
 CONNECTS = "what it carries is read by nobody, and faults show early"
 ENGINE = "what ends a backward runs behind everything that its hooks have queued, on whatever stream"
 HARMLESS = {
@@ -331,6 +333,10 @@ HARMLESS = {
     "self._monitor.synchronize in Pending.wait_on_host": IN_TURN,
     "module.current_stream(self.device).synchronize in Monitor.synchronize": IN_TURN,
     "Redistribution(…).wait in redistribute_all": RESULT,
+    "self._coming.wait in FullReplicationRound.run": RESULT,
+    "group.comm_ctx.all_gather_copy_in_stream.wait_stream in before_unshard": FSDP2,
+    "group.comm_ctx.all_gather_stream.wait_stream in before_unshard": FSDP2,
+    "Redistribution(…).wait in FullReplicationRound._begun": "nothing travels: each rank takes its own part",
     "gathering.wait in ExchangedRound.run": RESULT,
     "arriving.wait in ExchangedRound.run": RESULT,
     "arriving.wait in ExchangedRound.run (1)": RESULT,
@@ -345,6 +351,8 @@ HARMLESS = {
     "self._origin.await_users in GradReduction._wait_for_all": ENGINE,
     "self._origin.await_users in GradReduction.finish": ENGINE,
     "exchange.alone in find_residencies": "no stream: parameters that this rank has alone",
+    "plan.alone in orthogonalize": "no stream: how one matrix is multiplied",
+    "plan.alone in orthogonalize (1)": "no stream: how one matrix is multiplied",
     "child.wait in tried": "no stream: a process that has ended or been killed",
     "end.synchronize in PhaseTimer.seconds": TIMES,
 }

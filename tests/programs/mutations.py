@@ -59,7 +59,7 @@ FAULTS = {
         "greedy_forgets_loads": "load[rank], owned[rank] = «finish→load[rank]», owned[rank] + nbytes",
     },
     f"tests/solver/test_planner.py {LIMITS}": {
-        "bound_too_high": "return needed * «_SLACK→1.2» <= self.power * capacity",
+        "bound_too_high": "return needed * «_SLACK→1.2» <= float(self.power @ (capacity - self.problem.starts))",
     },
     LIMITS: {
         "limits_of_memory_ignored": "np.«minimum→maximum»(by_time, self.memory // self.state_bytes[:, None])",
@@ -75,7 +75,7 @@ FAULTS = {
         "gradients_summed": "average = dist.ReduceOp.«AVG→SUM»",
     },
     f"tests/layout/test_shards.py {REDISTRIBUTION}": {
-        "pieces_in_order_of_ranks": "sources(owner), key=lambda i: «[runs[0][0] for runs in self.pieces[i].runs]→0»)",
+        "pieces_in_order_of_ranks": "(places.items(), key=lambda item: «[runs[0][0] for runs in item[1].runs]→0»)",
     },
     REDISTRIBUTION: {
         "a_gather_is_not_waited_for": "«            self._pending.wait()\n→»            sections = self._received",
@@ -121,13 +121,13 @@ FAULTS = {
         "gradients_grow_to_the_limit": "coefficient = «torch.clamp(→»limit / (total + 1e-6)«, max=1.0)→»",
     },
     f"{CLIP} -k nonfinite": {
-        "a_nan_of_another_rank_is_lost": "bits if order > 0 else «torch.where(terms.isnan(), _LARGEST, -bits)→-bits»",
+        "a_nan_of_another_rank_is_lost": "keys = torch.where(terms.isnan(), «_LARGEST→0», ordered)",
     },
     "tests/planning/test_cost_lookup.py -k another_devices": {
         "costs_of_another_device_fit": 'return replace(self, driver="", torch="", cuda=""«→, device=""», compilers="")',
     },
     "tests/planning/test_owner_plan.py": {
-        "checksum_of_a_plan_is_not_checked": "if «checksum !=→not» read.sha256:",
+        "checksum_of_a_plan_is_not_checked": "if «checksum != stated→not stated»:",
         "digest_without_batches": "[self.solution.digest, «_named(self.chunks), →»self._named_variants()])",
     },
     "tests/optimizer/test_record.py -k copies": {

@@ -471,6 +471,13 @@ class LayoutExchange(Exchange):
     def report(self) -> list[str]:
         plans = self.layouts.plans.items()
         lines = [f"ranks {listed(ranks, ' ')}: {plan.report()}" for ranks, plan in plans]
+        for ranks, ranking in self.layouts.rankings.items():
+            ways = [f"{way} {ns / 1e6:.3f} ms" for way, ns in ranking]
+            for best, others in [(ways[0], ways[1:])] if ways else []:
+                lines.append(
+                    f"ranks {listed(ranks, ' ')}: predicted of all matrices, and chosen: {best}; "
+                    f"next best: {', then '.join(others) or 'nothing else was possible'}"
+                )
         for name, choice in self.layouts.choices.items():
             here, by_owners = choice.step_ns
             lines.append(

@@ -42,7 +42,7 @@ from dmuon.planning.agreed_plan import Speeds, make_plan
 from dmuon.planning.cost_lookup import link_latency_ns, link_ns_per_byte
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.planning.strategies import Choice, Link, choose
+from dmuon.planning.strategies import Choice, Link, Ranking, choose
 from dmuon.platform.host import HostShare, is_oversubscribed
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
@@ -72,6 +72,7 @@ class Layouts:
         strategies: how the matrices of each parameter are orthogonalized that several ranks hold; none is ``"auto"``
             once they have planned.
         choices: by its name in plans, what was chosen for a matrix of strategy ``"auto"``, if that is not its owner.
+        rankings: by the ranks that share them, what was compared for matrices of strategy ``"auto"``.
     """
 
     recipe: LayoutRecipe
@@ -85,6 +86,7 @@ class Layouts:
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
     strategies: tuple[Strategy | Literal["auto"], ...] = ()
     choices: Mapping[str, Choice] = field(default_factory=dict)
+    rankings: Mapping[Ranks, Ranking] = field(default_factory=dict)
 
     def members(self, domain: Domain) -> list[Tensor]:
         """The parameters that the ranks of ``domain`` share, also those of which some of them exchange a part."""
@@ -296,23 +298,27 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
     options = layouts.recipe.options
     plans: dict[Ranks, OwnerPlan] = {}
     choices: dict[str, Choice] = {}
+    rankings: dict[Ranks, Ranking] = {}
     first = FirstError(through=(CollectiveError,))
     for ranks, domain in sorted(layouts.domains.items(), key=lambda item: (len(item[0]), item[0])):
         matrices, pools = shared_matrices(layouts, ranks)
         if not matrices:
             continue
         old = last.plans.get(ranks) if last is not None and last.recipe.options == options else None
-        if old is not None and old.matrices == tuple(matrices):
+        if last is not None and old is not None and old.matrices == tuple(matrices):
             _log.debug("ranks %s share the same matrices as before, and keep their plan", ranks)
             plans[ranks] = old
-            choices |= {m.name: last.choices[m.name] for m in matrices if last is not None and m.name in last.choices}
+            choices |= {m.name: last.choices[m.name] for m in matrices if m.name in last.choices}
+            rankings |= {ranks: last.rankings[ranks]} if ranks in last.rankings else {}
             start_ns += _predicted_ns(matrices, choices, old, domain.position)
             continue
         with first:  # the ranks of the next domains wait for this one
             per_byte = _NOMINAL_NS_PER_BYTE if options.costs == "flops" else link_ns_per_byte(domain)
             plans[ranks] = _planned(domain, matrices, pools, options, per_byte, ns, start_ns)
             if pools is None and "auto" in layouts.strategies:
-                chosen, rest = _chosen(layouts, domain, matrices, plans.pop(ranks), per_byte, ns, start_ns)
+                chosen, rest, rankings[ranks] = _chosen(
+                    layouts, domain, matrices, plans.pop(ranks), per_byte, ns, start_ns
+                )
                 choices |= chosen
                 plans |= {} if rest is None else {ranks: rest}
             start_ns += _predicted_ns(matrices, choices, plans.get(ranks), domain.position)
@@ -322,7 +328,7 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
     by_label = {_label_in_plan(name, layouts.labels): choice.strategy for name, choice in choices.items()}
     pairs = zip(layouts.labels, layouts.strategies, strict=True)
     strategies = [by_label.get(label, "owner") if strategy == "auto" else strategy for label, strategy in pairs]
-    return replace(layouts, plans=plans, strategies=tuple(strategies), choices=choices)
+    return replace(layouts, plans=plans, strategies=tuple(strategies), choices=choices, rankings=rankings)
 
 
 def _predicted_ns(
@@ -342,8 +348,8 @@ def _chosen(
     per_byte: float,
     ns: NsOptions | None,
     start_ns: int,
-) -> tuple[dict[str, Choice], OwnerPlan | None]:
-    """What is better not left to owners, of parameters of strategy ``"auto"``, and the plan of the rest, if any."""
+) -> tuple[dict[str, Choice], OwnerPlan | None, Ranking]:
+    """What is better not left to owners, of parameters of strategy ``"auto"``; the plan of the rest; the comparison."""
     options = layouts.recipe.options
     pairs = zip(layouts.labels, layouts.strategies, strict=True)
     auto = {label for label, strategy in pairs if strategy == "auto"}
@@ -354,7 +360,7 @@ def _chosen(
         said = agree(domain.group, None, (Link(per_byte, link_latency_ns(domain)), HostShare.here()))
         link, measured = said[0][0], not isinstance(options.costs, CostTable)
         if measured and domain.device.type == "cpu" and is_oversubscribed([share for _, share in said]):
-            return {}, plan
+            return {}, plan, ()
     whole = {matrix.name for matrix in of_auto if matrix.name in auto}
 
     def replan(some: Sequence[Matrix]) -> OwnerPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any, overload
@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dmuon.dedicated.dedication import Dedicated
+from dmuon.dedicated.dedication import Dedicated, sharded_together
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
@@ -231,6 +231,7 @@ class Muon(torch.optim.Optimizer):
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._batched: list[Tensor] = []  # parameters of which this rank orthogonalizes something
         self._strategies: dict[int, Given] = {}  # by id, of those that have not just owners
+        self._left: Set[int] = set()  # ids of what dedicate_params has left to all ranks together
         self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)
         self._averagers = Averagers()
@@ -359,7 +360,8 @@ class Muon(torch.optim.Optimizer):
         self._wrapping.note(self.param_groups)
         planned = next((g for g in self.param_groups if g["use_muon"] and g["params"]), None)
         ns = NsOptions.named(planned or {})
-        self._strategies = strategies_of(self.param_groups, self._names, self._origin.strategy)
+        self._left = sharded_together().keys()
+        self._strategies = strategies_of(self.param_groups, self._names, self._origin.strategy, self._left)
         residencies = find_residencies(
             muon, self._names, self._origin, self._device, self._exchange, ns, self._strategies
         )
@@ -532,7 +534,7 @@ class Muon(torch.optim.Optimizer):
             check_edited(self.param_groups)
             if (
                 self._is_as_laid_out()
-                and strategies_of(self.param_groups, self._names, self._origin.strategy) != self._strategies
+                and strategies_of(self.param_groups, self._names, self._origin.strategy, self._left) != self._strategies
             ):
                 raise ValueError(
                     "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias, get_args
 
-from dmuon.dedicated.dedication import sharded_together
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.layout.matrices import Strategy
 from dmuon.model.matrix_spec import flat_of
@@ -32,7 +31,10 @@ def check_strategy(strategy: object) -> None:
 
 
 def strategies_of(
-    groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], default: str | Mapping[str, str]
+    groups: Iterable[Mapping[str, Any]],
+    names: Mapping[int, str],
+    default: str | Mapping[str, str],
+    left: Collection[int],
 ) -> dict[int, Given]:
     """By ``id``, the strategies of those of Muon's parameters that have not just owners.
 
@@ -40,14 +42,14 @@ def strategies_of(
 
     Args:
         names: of the parameters, by ``id``.
-        default: of groups that do not say; what ``dedicate_params`` has left to all ranks is theirs.
+        default: of groups that do not say.
+        left: ids of those that ``dedicate_params`` has left to all ranks together.
 
     Raises:
         ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes; or one that cannot be cut
             into slices.
     """
     found: dict[int, Given] = {}
-    left = sharded_together()
     for group in groups:
         given = group.get(STRATEGY, default) if group["use_muon"] else "owner"
         for param in group["params"] if given != "owner" or (left and group["use_muon"]) else ():

@@ -31,6 +31,9 @@ class Link:
     latency_ns: float
 
 
+Ranking = tuple[tuple[str, float], ...]  # ways, and what a step takes with them in ns: the chosen one, the next best, …
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How a matrix is orthogonalized that has not just an owner.
@@ -54,10 +57,10 @@ def choose(
     link: Link,
     device: torch.device,
     ns: NsOptions,
-) -> tuple[dict[str, Choice], OwnerPlan | None]:
+) -> tuple[dict[str, Choice], OwnerPlan | None, Ranking]:
     """By name, what is chosen for matrices that have not just owners, and the plan for the others, if there are any.
 
-    The same on all ranks that have the same arguments; ``replan`` may be collective.
+    And what was compared. The same on all ranks that have the same arguments; ``replan`` may be collective.
 
     Args:
         candidates: names of those that may be sharded.
@@ -70,6 +73,7 @@ def choose(
     exchange, before = 2 * link.latency_ns, max(plan.solution.starts_ns, default=0)
     by_owners = plan.solution.makespan_ns + exchange
     best: tuple[float, OwnerPlan | None] = by_owners, plan
+    ways = {"owner": by_owners}
     rest, chosen = list(matrices), dict[str, float]()
     by_size = sorted((m for m in matrices if m.name in candidates), key=lambda m: (-m.rows * m.cols, m.name))
     for matrix in by_size[:_MOST_TRIED]:
@@ -77,22 +81,28 @@ def choose(
         together = sharded_ns(matrix.shape, alone, plan.world, link, device, ns)
         fewer = [other for other in rest if other is not matrix]
         total = together + sum(chosen.values())
-        if total >= best[0]:
-            break
-        planned = replan(fewer) if fewer else None
-        total += before if planned is None else planned.solution.makespan_ns + exchange
+        if total < best[0]:
+            planned = replan(fewer) if fewer else None
+            total += before if planned is None else planned.solution.makespan_ns + exchange
+        ways["sharded"] = min(total, ways.get("sharded", total))  # at least, of one that takes too long by itself
         if total >= best[0]:
             break
         best, rest = (total, planned), fewer
         chosen[matrix.name] = together
-    if not chosen and len(small) == len(matrices):
+    if len(small) == len(matrices):
         everything = replicated_ns(matrices, plan, link)
-        if before + everything < (1 - _ERROR) * by_owners:
+        ways["replicated"] = before + everything
+        if not chosen and before + everything < (1 - _ERROR) * by_owners:
             of_one = Choice("replicated", everything / len(matrices), (before + everything, by_owners))
-            return dict.fromkeys(small, of_one), plan
+            return dict.fromkeys(small, of_one), plan, _ranked(ways, "replicated")
     if best[0] > (1 - _ERROR) * by_owners:
-        return {}, plan
-    return {name: Choice("sharded", ns, (best[0], by_owners)) for name, ns in chosen.items()}, best[1]
+        return {}, plan, _ranked(ways, "owner")
+    choices = {name: Choice("sharded", ns, (best[0], by_owners)) for name, ns in chosen.items()}
+    return choices, best[1], _ranked(ways, "sharded")
+
+
+def _ranked(ways: Mapping[str, float], chosen: str) -> Ranking:
+    return tuple(sorted(ways.items(), key=lambda way: (way[0] != chosen, way[1])))
 
 
 def sharded_ns(

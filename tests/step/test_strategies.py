@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -424,6 +425,10 @@ def test_auto_gives_a_matrix_what_is_predicted_to_be_shorter(
     assert Counter(one.strategy for one in optimizer.exchanged()) == expected
     report = "\n".join(optimizer.exchange_report())
     assert report.count("strategy of") == sum(expected.values()) - expected.get("owner", 0)
+    chosen = min(expected, key=lambda way: (way == "owner", way))
+    assert f"predicted of all matrices, and chosen: {chosen} " in report
+    assert re.search("next best: (owner|sharded|replicated) [0-9.]+ ms", report)
+    assert "next best:" in dmuon.explain(nn.ParameterList(weights.params), optimizer)
     weights.train(optimizer, 2)
     weights.check(optimizer)
 

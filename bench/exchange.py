@@ -3,8 +3,7 @@
 All programs live in one process tree and take turns, so that drift of the machine hits them alike. Programs:
 ``exchanged async P`` and ``exchanged in turn P`` with ``prefetch_count=P`` (the owners orthogonalize at the same time,
 or one batch after the other), gather-then-compute over FSDP2, dedicated owners with FSDP2 for the rest, FSDP2 + AdamW.
-With ``--sweep small`` or ``--sweep chunk`` the programs are values of ``small_param_numel_threshold`` (on a model of
-many shapes) or of ``chunk_bytes``.
+With ``--sweep small`` the programs are values of ``small_param_numel_threshold``, on a model of many shapes.
 
 Columns; times are medians over rounds in ms, of the slowest rank unless said otherwise:
 
@@ -31,8 +30,8 @@ Columns; times are medians over rounds in ms, of the slowest rank unless said ot
     sudo python bench/exchange.py --rate 200mbit --rounds 7
 
 ``--rate`` runs everything in a network namespace of its own, in which the loopback interface passes so many bits per
-second, of all ranks and both directions together (tc's token bucket); ``--delay`` delays every packet (tc's netem).
-Both need root and Linux with ``unshare``, ``ip`` and ``tc``; where the machine cannot do it, this exits with status 2.
+second, of all ranks and both directions together (tc's token bucket). That needs root and Linux with ``unshare``,
+``ip`` and ``tc``; where the machine cannot do it, this exits with status 2.
 """
 
 from __future__ import annotations
@@ -95,7 +94,6 @@ class Settings(Sizes):
     small: int = 65536
     sweep: str = "modes"
     rate: str | None = None
-    delay: str | None = None
     json: str | None = None
 
 
@@ -105,7 +103,6 @@ class Mode:
 
     together: bool = True
     prefetch: int = 1
-    chunk_bytes: int | None = None
     small: int | None = None
 
     @property
@@ -122,11 +119,6 @@ SWEEPS: dict[str, dict[str, Mode]] = {
     "small": {
         f"exchanged small {small} / {prefetch}": Mode(prefetch=prefetch, small=small)
         for small in (0, 2**14, 2**16, 2**18, 2**20)
-        for prefetch in (0, 1)
-    },
-    "chunk": {
-        f"exchanged chunk {chunk // 1024}k / {prefetch}": Mode(prefetch=prefetch, chunk_bytes=chunk)
-        for chunk in (2**18, 2**20, 2**21, 2**22, 2**24, 2**28)
         for prefetch in (0, 1)
     },
 }
@@ -150,7 +142,7 @@ def build(name: str, initial: GPT, mesh: DeviceMesh, settings: Settings) -> Prog
         mode.together,
         mode.prefetch,
         costs=settings.costs,
-        chunk_bytes=settings.chunk_bytes if mode.chunk_bytes is None else mode.chunk_bytes,
+        chunk_bytes=settings.chunk_bytes,
         small_param_numel_threshold=settings.small if mode.small is None else mode.small,
     )
     return Program(name, model, [dmuon.Muon(model, lr=LR, distributed_config=config)], "muon")
@@ -326,7 +318,6 @@ def results(
 
 def table(rows: dict[str, dict[str, Any]], settings: Settings, link: float) -> str:
     confined = [f"loopback limited to {settings.rate} for all ranks together"] if settings.rate else []
-    confined += [f"packets delayed by {settings.delay}"] if settings.delay else []
     wide = max(map(len, rows)) + 1
     lines = [
         f"{settings.world} ranks, 1 thread each, gloo; {settings.layers} layers of width {settings.width}; "
@@ -399,11 +390,7 @@ def confinement(settings: Settings) -> str:
     """Shell commands that bring up the loopback of a new network namespace, slowed down."""
     # Segments smaller than the bucket, and a bucket smaller than what is exchanged, or nothing would be limited.
     lines = ["set -e", "ip link set lo mtu 16384", "ip link set lo up"]
-    if settings.rate:
-        lines.append(f"tc qdisc add dev lo root handle 1: tbf rate {settings.rate} burst 64kb limit 64mb")
-    if settings.delay:
-        parent = "parent 1:1" if settings.rate else "root"
-        lines.append(f"tc qdisc add dev lo {parent} handle 10: netem delay {settings.delay} limit 100000")
+    lines.append(f"tc qdisc add dev lo root handle 1: tbf rate {settings.rate} burst 64kb limit 64mb")
     return "\n".join(lines)
 
 
@@ -411,7 +398,7 @@ def run_confined(settings: Settings, argv: list[str]) -> int:
     """The whole bench in a network namespace of its own; 2 where that cannot be had."""
     missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
     if missing:
-        print(f"--rate and --delay need {', '.join(missing)}, not found on this machine", file=sys.stderr)
+        print(f"--rate needs {', '.join(missing)}, not found on this machine", file=sys.stderr)
         return 2
     script = confinement(settings)
     isolated = ["unshare", "-n", "sh", "-c"]
@@ -419,8 +406,7 @@ def run_confined(settings: Settings, argv: list[str]) -> int:
     if tried.returncode:
         said = " ".join((tried.stderr or tried.stdout).split())
         print(
-            f"--rate and --delay are not possible here: {said}; they need root, and a kernel with "
-            "CONFIG_NET_SCH_TBF for --rate and CONFIG_NET_SCH_NETEM for --delay",
+            f"--rate is not possible here: {said}; it needs root, and a kernel with CONFIG_NET_SCH_TBF",
             file=sys.stderr,
         )
         return 2
@@ -432,7 +418,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     least = {**LEAST, "chunk_bytes": 1, "world": 2}  # one rank exchanges nothing
     _, settings = parse(Settings, __doc__, argv, least=least, choices={"sweep": SWEEPS})
-    if (settings.rate or settings.delay) and CONFINED not in os.environ:
+    if settings.rate and CONFINED not in os.environ:
         return run_confined(settings, argv)
     run_ranks(settings.world, worker, settings)
     return 0

@@ -11,7 +11,7 @@ All but torch's take Polar Express coefficients, 5 steps. A batch of k is a loop
 of CPU time over rounds in which the programs take turns, each on cold caches, and the relative Frobenius error from
 the standard form in fp64 with the same coefficients. `--squares` instead measures the preset of two blocks of squares
 against the Gram form and what the rule takes with Polar Express. `--small` measures single matrices from 16 x 16 on
-against plain loops, on warm caches, which is where calls count; and `--halves` bf16 and mixed precision against the
+against plain loops, on warm caches, which is where calls count; and `--halves` bf16 against the
 routines of torch.optim.Muon and, where it is installed, of gram-newton-schulz, the error of each from the standard form
 in fp64 with its own coefficients beside its time.
 `--modes` prints these three as one page.
@@ -246,17 +246,16 @@ def peers(x: Tensor) -> dict[str, tuple[Callable[[], Tensor], Coefficients]]:
 
 
 def halves(rounds: int, seconds: float) -> None:
-    """bf16 and mixed over fp32 and over routines of others: medians of ratios of neighbours in time, cold caches."""
+    """bf16 over fp32 and over routines of others: medians of ratios of neighbours in time, cold caches."""
     does = "multiplies" if cpu_multiplies_bf16() else "does not multiply"
     print(f"Cold caches; ms (error, from the standard form in fp64). This CPU {does} bf16.\n")
     polar = coefficient_sequence("polar_express", STEPS)
     heads: list[str] = []
-    ratios = ("mixed/fp32", "bf16/fp32", "mixed/torch", "bf16/torch")
+    ratios = ("bf16/fp32", "bf16/torch")
     for m, n in HALVES:
         x = torch.randn(m, n, generator=torch.Generator().manual_seed(m * n))
         work = {
             "fp32": (partial(orthogonalize, x), polar),
-            "mixed": (partial(orthogonalize, x, dtype="mixed"), polar),
             "bf16": (partial(orthogonalize, x, dtype=torch.bfloat16), polar),
             **peers(x),
         }
@@ -276,15 +275,14 @@ def halves(rounds: int, seconds: float) -> None:
             samples["gram-newton-schulz fp16"] = [1e3 * (time.thread_time() - start)]
         ms = medians(samples)
         cells = [f"{ms[name]:.3g} ({error[name]:.0e})" if name in ms else "" for name in heads[2 : -len(ratios) - 1]]
-        for ours, other in itertools.product(("mixed", "bf16"), ("fp32", "torch bf16")):
-            ratio = statistics.median(a / b for a, b in zip(samples[ours], samples[other], strict=True))
+        for other in ("fp32", "torch bf16"):
+            ratio = statistics.median(a / b for a, b in zip(samples["bf16"], samples[other], strict=True))
             cells.append(f"{ratio:.2f}")
-        cells[-3], cells[-2] = cells[-2], cells[-3]  # over fp32 first
         print(f"| {m} | {n} | {' | '.join(cells)} | {len(samples['fp32'])} |", flush=True)
 
 
 MODES = (
-    ("bf16 and mixed", "--halves", halves, 9, 60.0),
+    ("bf16", "--halves", halves, 9, 60.0),
     ("Single small matrices", "--small", small, 400, 4.0),
     ("Blocks of squares", "--squares", squares, 7, 15.0),
 )
@@ -292,7 +290,7 @@ MODES = (
 
 def modes() -> None:
     """All of them as one page of Markdown, each with its own rounds and seconds."""
-    print("# Newton–Schulz on CPU: bf16, mixed, small matrices, blocks of squares\n")
+    print("# Newton–Schulz on CPU: bf16, small matrices, blocks of squares\n")
     print(f"{describe(origin())}. `python bench/newton_schulz.py --modes` prints this page.")
     print("Ratios are medians of ratios of neighbours in time.")
     for title, option, mode, rounds, seconds in MODES:
@@ -309,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="stop a shape after this, and 3 rounds (default: 3)")
     parser.add_argument("--squares", action="store_true", help="measure blocks of squares only")
     parser.add_argument("--small", action="store_true", help="measure single small matrices only")
-    parser.add_argument("--halves", action="store_true", help="measure bf16 and mixed precision only")
+    parser.add_argument("--halves", action="store_true", help="measure bf16 only")
     parser.add_argument("--modes", action="store_true", help="print the page of the last three, as in bench/results")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)

@@ -32,13 +32,11 @@ from common.stress import FULL_SET, MARGIN, QUICK_SET, SMALL, Batch, stress_set
 from torch import Tensor
 
 from dmuon.kernels import (
-    MIXED,
     PRESETS,
     QUINTICS,
     Iteration,
     Square,
     Squares,
-    Storage,
     Variant,
     carrier_dtype,
     coefficient_sequence,
@@ -154,29 +152,20 @@ def library_forms() -> Iterator[Form]:
             yield form(f"{name}, V whole", torch.float16, restarts, True, True)
 
 
-@dataclass(frozen=True, slots=True)
 class OnCpu(Form):
-    """As the library runs ``storage`` on the CPU that this program runs on, with whole products."""
-
-    storage: Storage = MIXED
+    """As the library runs bf16 on the CPU that this program runs on, with whole products."""
 
     def run(self, x: Tensor, steps: Steps | Squares) -> Tensor:
         assert not isinstance(steps, Squares)
         quintics = tuple((a, b, c) for a, b, c in steps)
-        method: Literal["standard", "gram"] = "standard" if self.restarts is None else "gram"
-        variant = Variant(method, self.restarts or (), "torch", len(x))
-        return run(x.to(carrier_dtype(x.device, self.storage)), variant, quintics, self.storage)
+        return run(
+            x.to(carrier_dtype(x.device, self.dtype)), Variant("standard", (), "torch", len(x)), quintics, self.dtype
+        )
 
 
 def cpu_forms() -> Iterator[Form]:
-    """bf16 and mixed storage, which save time on CPUs that multiply bf16."""
-    bf16 = torch.bfloat16
-    yield OnCpu("standard bf16, on this CPU", bf16, None, (20, 10), False, storage=bf16)
-    yield OnCpu("standard mixed, on this CPU", bf16, None, (20, 10), False)
-    for restarts in ((2, 3, 4), (2, 3)):
-        square, wide = (round(2 * relative_cost((1, n), 5, restarts)) for n in (1, 2))
-        name = f"r{','.join(map(str, restarts))} mixed, on this CPU"
-        yield OnCpu(name, bf16, restarts, (wide - square, 2 * square - wide), False)
+    """bf16, which saves time on CPUs that multiply it."""
+    yield OnCpu("standard bf16, on this CPU", torch.bfloat16, None, (20, 10), False)
 
 
 def squares_forms() -> Iterator[Form]:
@@ -266,7 +255,7 @@ def report(results: Sequence[Quality], ideals: dict[str, float], count: int, mac
         "restart, a whole product that is read as it is; so the library runs fp16 on GPUs. σmin is over",
         f"directions whose singular value was ≥ {SMALL:g} of the Frobenius norm. Errors are relative to the exact",
         "polynomial of the fp64 singular values. Cost in half products of m³ multiply-adds; α = long side / short.",
-        "On this CPU: bf16 multiplied as such where the CPU does; mixed: two steps in fp32, the others in bf16.",
+        "On this CPU: bf16 multiplied as such where the CPU does.",
         f"Safe: no NaN, and σmax ≤ exact σmax + {MARGIN}.",
         "",
         "## Cheapest safe variant with half products",

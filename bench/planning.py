@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from common.clock import collect, in_turn, medians
 from common.options import parse
+from common.published import PI0
 from common.ranks import over_ranks, run_ranks, share
 from common.results import origin, without_home, write_json
 from torch import Tensor, nn
@@ -46,28 +47,6 @@ from dmuon.solver import CostTable, Matrix, Plan, baseline
 OURS = "ours"
 LIMIT = 1.02  # of the best: what counts as equal
 MORE_LAYERS = 4
-# pi0 (Black et al. 2024): a SigLIP So400m/14 vision tower, Gemma 2B and a Gemma of 300M as action expert, with the
-# sizes that their published configurations give.
-PI0: dict[str, Any] = {
-    "model_type": "towers",
-    "towers": [
-        {
-            "name": name,
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head,
-            "gated_mlp": gated,
-        }
-        for name, layers, hidden, inner, heads, kv_heads, head, gated in (
-            ("siglip", 27, 1152, 4304, 16, 16, 72, False),
-            ("gemma", 18, 2048, 16384, 8, 1, 256, True),
-            ("action", 18, 1024, 4096, 8, 1, 256, True),
-        )
-    ],
-}
 
 
 @dataclass(frozen=True, slots=True)

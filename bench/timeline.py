@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common.figures import new_figure, save_png
 from common.ranks import run_ranks, share
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -20,7 +21,6 @@ from training.model import GPT, GPTConfig
 from training.trainer import sharded
 
 import dmuon
-from dmuon.platform.files import new_figure, save_png
 
 Span = tuple[str, float, float]  # name, start and end in milliseconds
 

@@ -44,6 +44,7 @@ from dmuon.kernels import orthogonalize, update_scale
 WAYS: dict[str, str | dict[str, str]] = {
     "owner": "owner",
     "replicated": "replicated",
+    "full_replication": "full_replication",
     "sharded": "sharded",
     "last sharded": {"last": "sharded"},
     "auto": "auto",
@@ -111,9 +112,9 @@ def seed_estimate(program: Program, world: int) -> tuple[float, float]:
     for param, one in zip(program.params, program.muon.exchanged(), strict=True):
         numel, square, cost = param.numel(), min(param.shape) ** 2, param.numel() * min(param.shape)
         together = NS_STEPS * (2 * numel + square)
-        elements += {"replicated": numel, "owner": 2 * numel, "sharded": together}[one.strategy]
+        elements += {"owner": 2 * numel, "sharded": together}.get(one.strategy, numel)
         products += cost
-        here += cost if one.strategy == "replicated" else cost / world
+        here += cost if "repli" in one.strategy else cost / world
     return 4 * elements / MB, here / products
 
 
@@ -152,10 +153,10 @@ def worker(rank: int, settings: Settings) -> None:
     for case, rows in found.items():
         shapes = shapes_of(case, settings)
         print(f"\n{case}: {len(shapes)} matrices, the last one {shapes[-1][0]}x{shapes[-1][1]}, {settings.world} ranks")
-        print("way".ljust(14) + "".join(column.rjust(10) for column in columns))
+        print("way".ljust(18) + "".join(column.rjust(10) for column in columns))
         for way, row in rows.items():
             cells = (f"{row[column]:.1e}" if column == "error" else f"{row[column]:.2f}" for column in columns)
-            print(way.ljust(14) + "".join(cell.rjust(10) for cell in cells))
+            print(way.ljust(18) + "".join(cell.rjust(10) for cell in cells))
     if settings.json:
         write_json(settings.json, {"origin": origin(), "settings": asdict(settings), "cases": found})
 

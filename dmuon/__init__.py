@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # tests/test_import.py holds these against _HOMES
     from dmuon.optimizer.record import MatrixRecord, StepStats
     from dmuon.planning.owner_plan import OwnerPlan
     from dmuon.report.explain import explain
-    from dmuon.report.stragglers import rebalanced_plan
     from dmuon.step.update import MatrixStats
 
 __version__ = "0.1.0"
@@ -63,7 +62,6 @@ __all__ = [
     "no_sync",
     "owned_parameters",
     "param_groups",
-    "rebalanced_plan",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
     "solver",
@@ -87,8 +85,10 @@ _MODULES = {  # where names are defined that are no modules themselves
     "optimizer.record": "MatrixRecord StepStats",
     "planning.owner_plan": "OwnerPlan",
     "report.explain": "explain",
-    "report.stragglers": "rebalanced_plan",
     "step.update": "MatrixStats",
+}
+_REMOVED = {  # and what to write instead
+    "rebalanced_plan": "give dedicate_params ranks=[speed, …], as docs/planning.md finds them in a step",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -97,6 +97,8 @@ if not TYPE_CHECKING:  # which would take any name for one that exists
 
     def __getattr__(name: str) -> Any:
         """PEP 562: Python asks for what is not here yet."""
+        if name in _REMOVED:
+            raise AttributeError(f"dmuon.{name} was removed: {_REMOVED[name]}")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         home = import_module(f"{__name__}.{_HOMES.get(name, name)}")

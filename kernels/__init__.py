@@ -18,13 +18,9 @@ from .coefficients import (
 )
 from .device import (
     HALF,
-    MIXED,
-    Storage,
     carrier_dtype,
-    first_dtype,
     is_capturing,
     storage_dtype,
-    storage_spans,
     streams_in_place,
     streams_of,
 )
@@ -66,7 +62,6 @@ from .variant import (
 
 __all__ = [
     "HALF",
-    "MIXED",
     "PRESETS",
     "QUINTICS",
     "Arithmetic",
@@ -74,7 +69,6 @@ __all__ = [
     "Polynomial",
     "Square",
     "Squares",
-    "Storage",
     "Variant",
     "adapted",
     "alternatives",
@@ -87,7 +81,6 @@ __all__ = [
     "choose_variant",
     "coefficient_sequence",
     "drop_graphs",
-    "first_dtype",
     "is_capturing",
     "is_safe",
     "iterate",
@@ -110,7 +103,6 @@ __all__ = [
     "slice_cost",
     "sliced_variant",
     "storage_dtype",
-    "storage_spans",
     "streams_in_place",
     "streams_of",
     "symmetric_product",

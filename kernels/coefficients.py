@@ -17,8 +17,6 @@ from typing import Literal, TypeAlias, overload
 
 import torch
 
-from .device import MIXED, Storage, storage_spans
-
 # Addends of a square, for each of which the Triton kernel has an argument.
 MOST_ADDENDS = 4
 
@@ -211,22 +209,9 @@ def amplification(coefficients: Coefficients, restarts: Sequence[int]) -> float:
     )
 
 
-def is_safe(coefficients: Coefficients, restarts: Sequence[int], storage: Storage) -> bool:
-    """Whether the Gram form in ``storage`` keeps amplified rounding noise below the limit.
-
-    Where the dtype changes, it must restart: what it carries on is ``X``.
-    """
-    spans = storage_spans(storage, len(coefficients))
-    changes = {start for _, start, _ in spans[1:]}
-    return changes <= set(restarts) and all(
-        _noise(coefficients[start:stop], span_restarts(restarts, start, stop), dtype) <= _SAFE[dtype]
-        for dtype, start, stop in spans
-    )
-
-
-def span_restarts(restarts: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-    """Those inside the steps from ``start`` to ``stop``, counted from ``start``."""
-    return tuple(restart - start for restart in restarts if start < restart < stop)
+def is_safe(coefficients: Coefficients, restarts: Sequence[int], storage: torch.dtype) -> bool:
+    """Whether the Gram form in ``storage`` keeps amplified rounding noise below the limit."""
+    return _noise(coefficients, restarts, storage) <= _SAFE[storage]
 
 
 def _noise(coefficients: Coefficients, restarts: Sequence[int], dtype: torch.dtype) -> float:
@@ -234,18 +219,15 @@ def _noise(coefficients: Coefficients, restarts: Sequence[int], dtype: torch.dty
 
 
 @lru_cache(maxsize=256)
-def safe_restarts(coefficients: Polynomial, storage: Storage) -> tuple[int, ...]:
+def safe_restarts(coefficients: Polynomial, storage: torch.dtype) -> tuple[int, ...]:
     """The fewest restarts that are accurate in ``storage``; among equals, the least amplification, and then the latest.
 
     A restart ``i`` comes before the 0-based step ``i``. At five steps in fp16 and fp32: ``(3,)`` for classic, whose
     steps are all equal, else ``(2,)``; bench/numerics.py compares them on its stress set. Of squares, before each
-    block but the first. In mixed storage every step in bf16 is a block of its own: a step of the standard form.
+    block but the first.
     """
     if isinstance(coefficients, Squares):
         return tuple(range(1, len(coefficients.blocks)))
-    if not isinstance(storage, torch.dtype):
-        (dtype, _, stop), *_ = storage_spans(storage, len(coefficients))
-        return (*safe_restarts(coefficients[:stop], dtype), *range(stop, len(coefficients)))
     every = tuple(range(1, len(coefficients)))
     for count in range(len(every)):
         latest = reversed(list(itertools.combinations(every, count)))  # of equals, min takes the first
@@ -255,20 +237,20 @@ def safe_restarts(coefficients: Polynomial, storage: Storage) -> tuple[int, ...]
     return every  # nothing is left to amplify
 
 
-def check_storage(coefficients: Polynomial, storage: Storage) -> None:
+def check_storage(coefficients: Polynomial, storage: torch.dtype) -> None:
     """Raise ``ValueError`` where ``coefficients`` have no form that is safe in ``storage``.
 
     In bf16 blocks of squares take singular values of the stress set (bench/numerics.py) out of range. Quintics have the
     standard form there, which multiplies ``X`` after every step.
     """
-    if isinstance(coefficients, Squares) and storage in (torch.bfloat16, MIXED):
+    if isinstance(coefficients, Squares) and storage == torch.bfloat16:
         raise ValueError(
             f"coefficients='{coefficients.name}' is not safe in {storage}, whose rounding its long blocks amplify; use "
             "torch.float16, or coefficients='polar_express'"
         )
 
 
-def restarts_hold(restarts: tuple[int, ...], coefficients: Polynomial, storage: Storage) -> bool:
+def restarts_hold(restarts: tuple[int, ...], coefficients: Polynomial, storage: torch.dtype) -> bool:
     """Whether a Gram form with these restarts, which may be of other coefficients, computes these safely."""
     if isinstance(coefficients, Squares):
         return restarts == safe_restarts(coefficients, storage)
@@ -276,7 +258,7 @@ def restarts_hold(restarts: tuple[int, ...], coefficients: Polynomial, storage: 
 
 
 def checked_restarts(
-    restarts: Literal["auto"] | Sequence[int], coefficients: Polynomial, storage: Storage
+    restarts: Literal["auto"] | Sequence[int], coefficients: Polynomial, storage: torch.dtype
 ) -> tuple[int, ...]:
     """``restarts`` as a tuple, chosen by ``safe_restarts`` if ``"auto"``.
 
@@ -303,12 +285,9 @@ def checked_restarts(
     if any(later <= earlier for earlier, later in itertools.pairwise(schedule)):
         raise ValueError(f"restarts={schedule!r} must be strictly increasing; or use restarts='auto'")
     if not is_safe(coefficients, schedule, storage):
-        if isinstance(storage, torch.dtype):
-            why = f"amplified rounding noise {_noise(coefficients, schedule, storage):.2g} is above {_SAFE[storage]:g}"
-        else:
-            why = "it must restart where bf16 begins, and seldom have two steps without one from there on"
         raise ValueError(
-            f"restarts={schedule!r} is unsafe for these coefficients in {storage}: {why}; use restarts='auto' "
+            f"restarts={schedule!r} is unsafe for these coefficients in {storage}: amplified rounding noise "
+            f"{_noise(coefficients, schedule, storage):.2g} is above {_SAFE[storage]:g}; use restarts='auto' "
             f"({safe_restarts(coefficients, storage)!r}) or method='standard'"
         )
     return schedule

@@ -11,68 +11,38 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 
 # -- dtypes --------------------------------------------------------------------------------------------------
 
-# ``"mixed"``: the first steps in fp32, the others in bf16. Steps stretch small singular values most while these are
-# few units of rounding in size, so that which steps are rounded matters more than how far.
-Storage: TypeAlias = "torch.dtype | Literal['mixed']"
-
 HALF = (torch.float16, torch.bfloat16)
-MIXED: Literal["mixed"] = "mixed"
-_MIXED_FULL = 2  # steps in fp32
 _STORAGE = (*HALF, torch.float32, torch.float64)
 
 
-def storage_dtype(x_dtype: torch.dtype, device: torch.device, dtype: Storage | None) -> Storage:
+def storage_dtype(x_dtype: torch.dtype, device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
     """What to store intermediate matrices in; ``None`` is the default for input of ``x_dtype`` on ``device``.
 
     Raises:
         TypeError: no supported dtype.
-        ValueError: ``"mixed"`` elsewhere than on a CPU.
     """
     if dtype is None:
         if x_dtype == torch.float64:
             return torch.float64
         return torch.float32 if device.type == "cpu" else torch.float16
-    if dtype == MIXED and device.type != "cpu":
-        raise ValueError(
-            f"dtype={MIXED!r} is for CPUs, and the matrices are on {device.type}, where its steps in fp32 would take "
-            "longer than all five in fp16; use torch.float16, or None, which is that"
-        )
-    if dtype != MIXED and dtype not in _STORAGE:
-        raise TypeError(
-            f"dtype={dtype!r} is not supported; use None, {MIXED!r} or one of {', '.join(map(str, _STORAGE))}"
-        )
+    if dtype not in _STORAGE:
+        raise TypeError(f"dtype={dtype!r} is not supported; use None or one of {', '.join(map(str, _STORAGE))}")
     return dtype
 
 
-def storage_spans(storage: Storage, steps: int) -> tuple[tuple[torch.dtype, int, int], ...]:
-    """Which steps are stored in which dtype: ``(dtype, start, stop)`` in their order."""
-    if isinstance(storage, torch.dtype):
-        return ((storage, 0, steps),)
-    full = min(_MIXED_FULL, steps)
-    spans = ((torch.float32, 0, full), (torch.bfloat16, full, steps))
-    return tuple(span for span in spans if span[1] < span[2])
-
-
-@lru_cache(maxsize=64)  # asked again for every batch
-def first_dtype(storage: Storage) -> torch.dtype:
-    """The dtype that a matrix is rounded to before the first step."""
-    return storage if isinstance(storage, torch.dtype) else torch.float32
-
-
 @lru_cache(maxsize=64)
-def carrier_dtype(device: torch.device, storage: Storage) -> torch.dtype:
-    """The dtype of tensors that begin, and end, as matrices of ``storage`` on ``device``.
+def carrier_dtype(device: torch.device, storage: torch.dtype) -> torch.dtype:
+    """The dtype of tensors that hold matrices of ``storage`` on ``device``.
 
     On a CPU products of halves run 60 times slower than fp32's, unless it multiplies bf16 itself: there tensors are
     fp32 and their values are rounded.
     """
-    storage = first_dtype(storage)
     if device.type != "cpu" or storage not in HALF:
         return storage
     return torch.bfloat16 if storage == torch.bfloat16 and cpu_multiplies_bf16() else torch.float32

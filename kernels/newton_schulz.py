@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .arithmetic import Arithmetic, make_arithmetic
-from .coefficients import Coefficients, Polynomial, Square, Squares, coefficient_sequence, span_restarts
-from .device import Storage, full_precision, storage_dtype, storage_spans
+from .coefficients import Coefficients, Polynomial, Square, Squares, coefficient_sequence
+from .device import full_precision, storage_dtype
 from .normalization import check_eps, divide
 from .replay import replayed
 from .variant import (
@@ -47,7 +47,7 @@ def orthogonalize(
     steps: int = 5,
     method: Method = "auto",
     restarts: Literal["auto"] | Sequence[int] = "auto",
-    dtype: Storage | None = None,
+    dtype: torch.dtype | None = None,
     backend: Backend = "auto",
     eps: float = 0.0,
     variant: Variant | None = None,
@@ -68,7 +68,7 @@ def orthogonalize(
             fewest that are safe for these coefficients in ``dtype``; others select the Gram form.
         dtype: dtype that intermediate matrices are stored in; products of halves accumulate in fp32. ``None``:
             fp64 for fp64 input, else fp32 on CPU and fp16 elsewhere. On CPU fp16 is emulated, and bf16 where the CPU
-            does not multiply it. ``"mixed"``, on CPU: the first two steps in fp32, the others in bf16.
+            does not multiply it.
         backend: what computes products whose result is symmetric: ``"torch"`` all of it, ``"split"`` (CPU) block
             rows up to the diagonal, ``"triton"`` (CUDA) lower tiles; ``"auto"`` by rule.
         eps: lower clamp of the norm; 0 is exact.
@@ -107,9 +107,9 @@ def orthogonalize(
     if len(size) > 3:
         x = x.reshape(-1, *size[-2:])
     normalized, _ = divide(x, plan.storage, eps)
-    if plan.spans is not None:
+    if plan.alone is not None:
         with full_precision(x.device):
-            result = _through(normalized, plan.spans)
+            result = iterate(normalized, *plan.alone)
     else:
         stack = normalized if normalized.ndim == 3 else normalized[None]
         result = run(stack, plan.variant, plan.sequence, plan.storage)
@@ -122,7 +122,7 @@ def run(
     x: Tensor,  # (k, m, n)
     variant: Variant,
     coefficients: Polynomial,
-    storage: Storage,
+    storage: torch.dtype,
     total: Total | None = None,
 ) -> Tensor:  # (k, m, n)
     """Orthogonalize matrices that :func:`normalize` made, piece by piece; ``x`` is overwritten or returned.
@@ -139,19 +139,18 @@ def run(
     if variant.replay:
         eager = replace(variant, replay=False)
         return replayed(lambda source: run(source, eager, coefficients, storage), x, (eager, coefficients, storage))
-    spans = stages(variant, coefficients, storage, x.device)
+    iteration, arithmetic = computation(variant, coefficients, storage, x.device)
     with full_precision(x.device):
         if x.shape[0] == 1:  # it may be small, where every call counts
-            result = _through(x[0], spans, None, total).unsqueeze(0)
-            return result if result.dtype == x.dtype else result.to(x.dtype)
+            return iterate(x[0], iteration, arithmetic, None, total).unsqueeze(0)
         if variant.piece >= len(x):
-            return _through(x, spans, None, total).to(x.dtype)
-        workspaces: list[Workspace] = []
+            return iterate(x, iteration, arithmetic, None, total)
+        workspace: Workspace | None = None
         for piece in torch.split(x, variant.piece):
             source = piece if len(piece) > 1 else piece[0]
-            if not workspaces or workspaces[0].spare.shape != source.shape:  # the last piece may be smaller
-                workspaces = [Workspace(torch.empty_like(source, dtype=one.carrier), []) for _, one in spans]
-            result = _through(source, spans, workspaces, total)
+            if workspace is None or workspace.spare.shape != source.shape:  # the last piece may be smaller
+                workspace = Workspace(torch.empty_like(source), [])
+            result = iterate(source, iteration, arithmetic, workspace, total)
             if result is not source:
                 source.copy_(result)
     return x
@@ -159,12 +158,12 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a call of :func:`orthogonalize` runs; ``spans`` are those of a single matrix."""
+    """How a call of :func:`orthogonalize` runs; ``alone`` is what computes a single matrix."""
 
     sequence: Polynomial
-    storage: Storage
+    storage: torch.dtype
     variant: Variant
-    spans: _Spans | None
+    alone: tuple[Iteration, Arithmetic] | None
 
 
 @lru_cache(maxsize=4096, typed=True)  # a flag is no number
@@ -176,7 +175,7 @@ def planned_call(
     steps: int,
     method: Method,
     restarts: Literal["auto"] | tuple[int, ...],
-    dtype: Storage | None,
+    dtype: torch.dtype | None,
     backend: Backend,
     eps: float,
     variant: Variant | None,
@@ -198,40 +197,22 @@ def planned_call(
     else:
         variant = _usable(variant, shape, sequence, storage, device)
     alone = len(size) == 2 and not variant.replay
-    return _Plan(sequence, storage, variant, stages(variant, sequence, storage, device) if alone else None)
-
-
-_Spans: TypeAlias = "tuple[tuple[Iteration, Arithmetic], ...]"
+    return _Plan(sequence, storage, variant, computation(variant, sequence, storage, device) if alone else None)
 
 
 @lru_cache(maxsize=4096)
-def stages(variant: Variant, coefficients: Polynomial, storage: Storage, device: torch.device) -> _Spans:
-    """What computes the steps that are stored in one dtype, one after the other."""
-    if isinstance(storage, torch.dtype):
-        return ((make_iteration(variant, coefficients, storage), make_arithmetic(variant, device, storage)),)
-    assert not isinstance(coefficients, Squares)
-    found = []
-    for dtype, start, stop in storage_spans(storage, len(coefficients)):
-        own = replace(variant, restarts=span_restarts(variant.restarts, start, stop))
-        found.append((make_iteration(own, coefficients[start:stop], dtype), make_arithmetic(own, device, dtype)))
-    return tuple(found)
-
-
-def _through(
-    x: Tensor, spans: _Spans, workspaces: Sequence[Workspace] | None = None, total: Total | None = None
-) -> Tensor:
-    for index, (iteration, arithmetic) in enumerate(spans):
-        if index:
-            x = arithmetic.round_(x.to(arithmetic.carrier))
-        x = iterate(x, iteration, arithmetic, workspaces[index] if workspaces else None, total)
-    return x
+def computation(
+    variant: Variant, coefficients: Polynomial, storage: torch.dtype, device: torch.device
+) -> tuple[Iteration, Arithmetic]:
+    """What computes the steps."""
+    return make_iteration(variant, coefficients, storage), make_arithmetic(variant, device, storage)
 
 
 def _usable(
     variant: Variant,
     shape: tuple[int, int],
     coefficients: Polynomial,
-    storage: Storage,
+    storage: torch.dtype,
     device: torch.device,
 ) -> Variant:
     """``variant`` with restarts that are safe for these coefficients.
@@ -246,7 +227,7 @@ def _usable(
 
 
 def newton_schulz_flops(
-    shape: tuple[int, int], coefficients: CoefficientsArg, steps: int, dtype: Storage | None, device: torch.device
+    shape: tuple[int, int], coefficients: CoefficientsArg, steps: int, dtype: torch.dtype | None, device: torch.device
 ) -> int:
     """Operations that :func:`orthogonalize` takes for one fp32 matrix of ``shape``, with whole products."""
     storage = storage_dtype(torch.float32, device, dtype)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .device import Storage, carrier_dtype, first_dtype, streams_of
+from .device import carrier_dtype, streams_of
 
 # Matrices that must be scaled first: so many elements at a time, which bounds the scaled copy.
 _CHUNK = 1 << 22
@@ -27,7 +27,7 @@ def check_eps(eps: float) -> None:
 
 def normalize(
     x: Tensor,  # (k, m, n)
-    storage: Storage,
+    storage: torch.dtype,
     eps: float,
     *,
     out: Tensor | None = None,
@@ -43,7 +43,7 @@ def normalize(
 
 def divide(
     x: Tensor,  # (k, m, n) or (m, n)
-    storage: Storage,
+    storage: torch.dtype,
     eps: float,
     *,
     out: Tensor | None = None,
@@ -61,7 +61,7 @@ def divide(
         if low < norm < high and norm > eps:
             return torch.div(x, norms, out=out), norms
     compute = x.dtype if x.dtype in _ITSELF else torch.promote_types(x.dtype, torch.float32)
-    carrier, first = carrier_dtype(x.device, storage), first_dtype(storage)
+    carrier = carrier_dtype(x.device, storage)
     if out is None:  # a transposed matrix may stay one, a batch is multiplied faster if it does not
         out = (
             torch.empty_like(x, dtype=carrier) if x.ndim == 2 else torch.empty(x.shape, dtype=carrier, device=x.device)
@@ -80,7 +80,7 @@ def divide(
             found = norms
     if found is None:
         found = _divide_at_any_scale(*((x, out) if x.ndim == 3 else (x[None], out[None])), compute, eps)
-    return (out if carrier == first else out.copy_(out.to(first))), found
+    return (out if carrier == storage else out.copy_(out.to(storage))), found
 
 
 def divide_by(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import coefficient_sequence
-from .device import INTERPRETED, Storage, carrier_dtype, first_dtype, is_capturing, kernels_of, storage_dtype
+from .device import INTERPRETED, carrier_dtype, is_capturing, kernels_of, storage_dtype
 from .newton_schulz import CoefficientsArg, run
 from .normalization import check_eps, divide, divide_by
 from .variant import Variant, choose_variant
@@ -85,7 +85,7 @@ def normalized_momentum(
     *,
     beta: float,
     nesterov: bool,
-    storage: Storage,
+    storage: torch.dtype,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # (k, m, n), (k,)
     """:func:`momentum_update`, divided by the norm and rounded to ``storage`` once: what ``run`` takes.
@@ -144,10 +144,10 @@ def normalized_update(
     *,
     beta: float,
     nesterov: bool,
-    storage: Storage,
+    storage: torch.dtype,
     eps: float = 0.0,
 ) -> Tensor:  # (k, m, n)
-    """What to orthogonalize over ``max(norm, eps)``, rounded once to the dtype in which Newton–Schulz begins.
+    """What to orthogonalize over ``max(norm, eps)``, rounded once to ``storage``.
 
     After :func:`momentum_norms`, which has folded the gradients into ``momentum``; ``norms`` are of whole matrices,
     of which these may be parts. Zero norms give zeros.
@@ -163,22 +163,21 @@ def normalized_update(
         )
     norms = norms.contiguous()
     fused = _fused_fold(grads, momentum)
-    first = first_dtype(storage)
-    if fused is not None and first != torch.float64:
+    if fused is not None and storage != torch.float64:
         found: Tensor = fused.normalized_update(
-            grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, dtype=first
+            grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, dtype=storage
         )
         return found
     update = _stacked(grads, momentum)
     update = update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
-    return divide_by(update, norms, eps).to(first)
+    return divide_by(update, norms, eps).to(storage)
 
 
 @torch.no_grad()
 def normalized(
     x: Tensor,  # (k, m, n)
     *,
-    storage: Storage,
+    storage: torch.dtype,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # (k, m, n), (k,)
     """Gathered matrices, divided by their norms and rounded to ``storage`` once, and the norms in fp64.
@@ -255,7 +254,7 @@ def muon_update_(
     eps: float = 0.0,
     coefficients: CoefficientsArg = "polar_express",
     steps: int = 5,
-    dtype: Storage | None = None,
+    dtype: torch.dtype | None = None,
     variant: Variant | None = None,
 ) -> None:
     """One Muon update of ``k`` matrices: ``normalized_momentum``, Newton–Schulz, ``apply_update_``.

@@ -15,8 +15,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .coefficients import Polynomial, Squares, checked_restarts, restarts_hold, safe_restarts, span_restarts
-from .device import HALF, INTERPRETED, Storage, kernels_of, storage_spans
+from .coefficients import Polynomial, Squares, checked_restarts, restarts_hold, safe_restarts
+from .device import HALF, INTERPRETED, kernels_of
 from .symmetric_cpu import worth_splitting
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -46,9 +46,6 @@ _TRITON_WAVES = 2
 # On the CPU a call takes as long as so many multiply-adds in fp32; and of the Gram form, which adds to diagonals, more.
 _CPU_CALL = 8e4
 _GRAM_CALL = 1.4
-
-# CPUs that multiply bf16: the time of a product in it over that in fp32, by `python bench/newton_schulz.py --halves`.
-_BF16_COST = 0.45
 
 # On accelerators, to sum one number over ranks takes as long as so many multiply-adds of halves; by data sheets.
 _SUM = 4000
@@ -117,7 +114,7 @@ def choose_variant(
     shape: tuple[int, int],
     k: int,
     coefficients: Polynomial,
-    dtype: Storage,
+    dtype: torch.dtype,
     device: torch.device,
     *,
     method: Method = "auto",
@@ -141,7 +138,7 @@ def choose_variant(
 
 @lru_cache(maxsize=4096)
 def sliced_variant(
-    shape: tuple[int, int], k: int, slices: int, coefficients: Polynomial, storage: Storage, device: torch.device
+    shape: tuple[int, int], k: int, slices: int, coefficients: Polynomial, storage: torch.dtype, device: torch.device
 ) -> Variant:
     """For ``k`` matrices of ``shape`` of which so many ranks have ``slices``; see ``total`` of :func:`run`.
 
@@ -181,7 +178,7 @@ def _formed(
     shape: tuple[int, int],
     k: int,
     coefficients: Polynomial,
-    dtype: Storage,
+    dtype: torch.dtype,
     device: torch.device,
     method: Method,
     restarts: Literal["auto"] | tuple[int, ...],
@@ -202,7 +199,7 @@ def _formed(
 
 
 def alternatives(
-    shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: Storage, device: torch.device
+    shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[Variant], tuple[Variant, ...]]]:
     """What a tuner tries, one dimension after the other: each function gives the rivals of the best so far.
 
@@ -235,7 +232,7 @@ def alternatives(
 
 
 def adapted(
-    variant: Variant, shape: tuple[int, int], coefficients: Polynomial, dtype: Storage, device: torch.device
+    variant: Variant, shape: tuple[int, int], coefficients: Polynomial, dtype: torch.dtype, device: torch.device
 ) -> Variant:
     """``variant``, measured with some coefficients, for others: restarts by the rule where its own are unsafe."""
     if variant.method == "standard" or restarts_hold(variant.restarts, coefficients, dtype):
@@ -250,7 +247,7 @@ def batch_size(shape: tuple[int, int], k: int, device: torch.device) -> int:
 
 
 @lru_cache(maxsize=64)
-def products_on(device: torch.device, dtype: Storage) -> tuple[Products, str]:
+def products_on(device: torch.device, dtype: torch.dtype) -> tuple[Products, str]:
     """What computes products whose result is symmetric on ``device`` in ``dtype``, and why nothing before it does.
 
     On NVIDIA GPUs from Hopper on that is quack, where it is installed and was found right; on those from Ampere on
@@ -267,7 +264,7 @@ def products_on(device: torch.device, dtype: Storage) -> tuple[Products, str]:
 
 
 @lru_cache(maxsize=256)
-def backend_fault(backend: Backend, device: torch.device, dtype: Storage) -> str | None:
+def backend_fault(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why ``backend`` cannot run on ``device`` in ``dtype``, or ``None`` if it can."""
     if backend == "split":
         return None if device.type == "cpu" else f"it splits products on the CPU, the matrix is on {device.type}"
@@ -288,9 +285,7 @@ def backend_fault(backend: Backend, device: torch.device, dtype: Storage) -> str
     return fault
 
 
-def triton_fault(device: torch.device, dtype: Storage) -> str | None:
-    if not isinstance(dtype, torch.dtype):
-        return f"{dtype!r} is for CPUs"
+def triton_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (*HALF, torch.float32):
         return f"{dtype} is none of fp16, bf16 and fp32"
     if importlib.util.find_spec("triton") is None:
@@ -320,7 +315,7 @@ def user_cache_directory() -> Path:
     return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "dmuon"
 
 
-def variant_fault(variant: Variant, device: torch.device, dtype: Storage) -> str | None:
+def variant_fault(variant: Variant, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why ``variant`` cannot run on ``device`` in ``dtype``, or ``None`` if it can."""
     fault = backend_fault(variant.backend, device, dtype)
     if fault is not None:
@@ -330,7 +325,7 @@ def variant_fault(variant: Variant, device: torch.device, dtype: Storage) -> str
     return None
 
 
-def require_backend(backend: Backend, device: torch.device, dtype: Storage) -> None:
+def require_backend(backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ``ValueError`` unless ``backend`` is one, and runs on ``device`` in ``dtype``."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
@@ -344,21 +339,13 @@ def relative_cost(
     steps: int,
     restarts: Sequence[int] | None,
     backend: Backend = "torch",
-    dtype: Storage = torch.float32,
+    dtype: torch.dtype = torch.float32,
     call: float = 0.0,
 ) -> float:
     """Multiply-adds for one matrix, a product with symmetric result counted as what it takes with ``backend``.
 
-    ``call`` is added for each operation of a matrix, of the standard form; the Gram form's cost more. In mixed storage
-    products in bf16 count as the fp32 ones that take as long.
+    ``call`` is added for each operation of a matrix, of the standard form; the Gram form's cost more.
     """
-    if not isinstance(dtype, torch.dtype):
-        total = 0.0
-        for of_span, start, stop in storage_spans(dtype, steps):
-            own = restarts and span_restarts(restarts, start, stop)
-            factor = _BF16_COST if of_span in HALF else 1.0
-            total += factor * relative_cost(shape, stop - start, own, backend, of_span, call / factor)
-        return total
     small, large = min(shape), max(shape)
     half = _SYMMETRIC_COST[backend]
     wide, square = small * small * large, small**3
@@ -397,7 +384,7 @@ def _largest_piece(shape: tuple[int, int], device: torch.device, held: int = _SQ
     return max(1, _WORKSPACE_BYTES // (2 * (2 * small * large + held * small * small)))
 
 
-def _usual_backend(shape: tuple[int, int], k: int, dtype: Storage, device: torch.device, fused: bool) -> Products:
+def _usual_backend(shape: tuple[int, int], k: int, dtype: torch.dtype, device: torch.device, fused: bool) -> Products:
     """``fused``: of products that have several addends, which Triton adds in the same launch."""
     small, large = min(shape), max(shape)
     if device.type == "cpu":

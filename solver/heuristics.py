@@ -49,7 +49,7 @@ def _schedule(problem: Problem, costs: Sequence[Ints]) -> Counts:
         costs: what a rank of each kind is taken to pay for its matrices of a class, as ``Problem.costs``.
     """
     counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
-    load, owned = [0] * problem.ranks, [0] * problem.ranks
+    load, owned = problem.starts[problem.kind_of].tolist(), [0] * problem.ranks
     kinds, memory = problem.kind_of.tolist(), problem.memory.tolist()
     for s in sorted(range(len(costs)), key=lambda s: (-int(problem.costs[s][:, 1].min()), s)):
         nbytes, room = int(problem.state_bytes[s]), problem.most(FORBIDDEN - 1)[s].tolist()
@@ -115,7 +115,7 @@ def _class_orders(problem: Problem) -> Iterator[Sequence[int]]:
 def _pack(problem: Problem, order: Sequence[int], capacity: int) -> Counts | None:
     """Fill ranks up to ``capacity`` nanoseconds, class by class, or ``None`` if a class does not fit."""
     counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
-    left = np.full(problem.ranks, capacity, dtype=np.int64)
+    left = capacity - problem.starts[problem.kind_of]
     room = problem.memory[problem.kind_of]
     for s in order:
         counts[:, s] = _fill(problem, s, left, room)

@@ -89,6 +89,7 @@ class Rank:
         speed: how many times as fast as the device that the costs hold for.
         memory: bytes of fp32 masters and momentum that it may hold; ``None`` is no limit.
         pools: the pools whose matrices it may own; ``None`` is all.
+        start_ns: nanoseconds of work that it has before, such as matrices that were planned earlier.
 
     Raises:
         ValueError: a value out of its range.
@@ -99,9 +100,10 @@ class Rank:
     speed: float = 1.0
     memory: int | None = None
     pools: frozenset[str] | None = None
+    start_ns: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("index", "node"):
+        for field in ("index", "node", "start_ns"):
             if not is_int(getattr(self, field)) or getattr(self, field) < 0:
                 raise ValueError(f"rank: {field} must be an integer of at least 0, got {getattr(self, field)!r}")
         if not _is_real(self.speed) or not _LEAST_SPEED <= self.speed <= 1 / _LEAST_SPEED:
@@ -110,6 +112,11 @@ class Rank:
             raise ValueError(f"rank {self.index}: memory must be None or bytes up to 2**60, got {self.memory!r}")
         if self.pools is not None and not isinstance(self.pools, frozenset):
             raise ValueError(f"rank {self.index}: pools must be None or a frozenset of names, got {self.pools!r}")
+
+    @property
+    def traits(self) -> tuple[float, int | None, frozenset[str] | None, int]:
+        """In what ranks may differ, beside index and node."""
+        return (self.speed, self.memory, self.pools, self.start_ns)
 
     def may_own(self, pool: str) -> bool:
         """Whether matrices of ``pool`` may live here."""

@@ -289,10 +289,11 @@ class _Knapsack:
 
     def __init__(self, problem: Problem, kind: int, capacity: int, members: Ints, *, strict: bool) -> None:
         self.most = np.minimum(problem.most(capacity)[:, kind], members).tolist()
+        room = max(1, capacity - int(problem.starts[kind]))
         self.items: list[tuple[Ints, Ints]] = []  # per class: weights, counts
         for s, most in enumerate(self.most):
             cells = problem.costs[s][kind, 1 : most + 1] * _CELLS
-            weights = -(-cells // capacity) if strict else cells // capacity
+            weights = -(-cells // room) if strict else cells // room
             # Of counts that weigh the same, the largest.
             last = np.flatnonzero(np.diff(np.append(weights, _CELLS + 1)))
             self.items.append((weights[last], last + 1))

@@ -88,17 +88,18 @@ def _finished(
     costs: CostTable,
 ) -> Plan:
     shapes = {m.shape for m in matrices}
-    counts = count_table(problem, matrices, owners)
+    counts, starts = count_table(problem, matrices, owners), problem.starts[problem.kind_of]
     gap = (problem.makespan(counts) - solution.bound) / problem.makespan(counts)
     proof = f"proven within {gap:.2%} of the optimum by {solution.proof}" if solution.proof else ""
     return Plan(
         owners={m.name: owners[m.name] for m in matrices},
         matrices=matrices,
-        loads_ns=tuple(problem.loads(counts).tolist()),
+        loads_ns=tuple((problem.loads(counts) - starts).tolist()),
         bound_ns=solution.bound,
         stage=solution.stage,
         reason="; ".join(filter(None, (proof, solution.note))),
         estimated=tuple(shape for shape in costs.estimated if shape in shapes),
+        starts_ns=tuple(starts.tolist()) if starts.any() else (),
     )
 
 

@@ -29,7 +29,8 @@ _SLACK = 1 - 1e-12
 class Problem:
     """How many matrices of each class go over how many ranks, and at what cost.
 
-    Matrices of one class (stored shape, pool) are interchangeable, and so are ranks of one kind (speed, memory, pools).
+    Matrices of one class (stored shape, pool) are interchangeable, and so are ranks of one kind (speed, memory, pools,
+    work that they have before).
 
     Attributes:
         classes: rows, columns and pool of each class, sorted.
@@ -41,6 +42,7 @@ class Problem:
         state_bytes: that an owner keeps of a matrix of each class, ``(classes,)``.
         memory: bytes that a rank of each kind may keep, ``(kinds,)``.
         speed: of each kind, relative to the device that the costs hold for.
+        starts: nanoseconds of work that a rank of each kind has before, ``(kinds,)``.
         kind_of: kind of each rank, ``(ranks,)``.
     """
 
@@ -52,6 +54,7 @@ class Problem:
     state_bytes: Ints
     memory: Ints
     speed: tuple[float, ...]
+    starts: Ints
     kind_of: Ints
 
     @property
@@ -67,9 +70,9 @@ class Problem:
         return [int(n) for n in np.bincount(self.kind_of, minlength=self.kinds)]
 
     def loads(self, counts: Counts, kinds: Ints | None = None) -> Ints:
-        """Nanoseconds per row of ``counts``, whose kinds default to those of the ranks."""
+        """Nanoseconds per row of ``counts``, whose kinds default to those of the ranks, with what they have before."""
         kinds = self.kind_of if kinds is None else kinds
-        total = np.zeros(len(counts), dtype=np.int64)
+        total = self.starts[kinds]
         for s, cost in enumerate(self.costs):
             total += cost[kinds, counts[:, s]]
         excess = np.maximum(counts @ self.state_bytes - self.memory[kinds], 0)
@@ -82,7 +85,7 @@ class Problem:
     @property
     def ceiling(self) -> int:
         """Nanoseconds that no rank exceeds as long as it owns only what it may."""
-        return int(sum(cost[cost < FORBIDDEN].max() for cost in self.costs))
+        return int(self.starts.max() + sum(cost[cost < FORBIDDEN].max() for cost in self.costs))
 
     def rank_bytes(self, counts: Counts) -> Ints:
         """Bytes per row of ``counts``."""
@@ -94,7 +97,9 @@ class Problem:
 
     def most(self, capacity: int) -> Ints:
         """Matrices of each class alone that fit one rank of each kind within ``capacity`` ns: ``(classes, kinds)``."""
-        by_time = np.array([[np.searchsorted(row, capacity, side="right") - 1 for row in cost] for cost in self.costs])
+        room = np.maximum(capacity - self.starts, 0)
+        pairs = [zip(cost, room, strict=True) for cost in self.costs]
+        by_time = np.array([[np.searchsorted(row, left, side="right") - 1 for row, left in pair] for pair in pairs])
         return np.asarray(np.minimum(by_time, self.memory // self.state_bytes[:, None]), dtype=np.int64)
 
 
@@ -114,17 +119,18 @@ def build_problem(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: Cost
         max(table.cost(shapes[key], len(same)), table.cost(shapes[key], 1) * len(same)) for key, same in members.items()
     )
     slowest = min(1.0, *(rank.speed for rank in ranks))
-    if total / slowest >= _LARGEST_TOTAL:
-        raise ValueError(f"the costs add up to {total / slowest:.3g} ns, many days; check that they are nanoseconds")
+    longest = total / slowest + max(rank.start_ns for rank in ranks)
+    if longest >= _LARGEST_TOTAL:
+        raise ValueError(f"the costs add up to {longest:.3g} ns, many days; check that they are nanoseconds")
     if sum(m.nbytes + m.state_bytes for m in matrices) >= _LARGEST_BYTES:
         raise ValueError("the matrices add up to more bytes than any cluster holds; check their sides and nbytes")
-    traits = [(rank.speed, rank.memory, rank.pools) for rank in ranks]
+    traits = [rank.traits for rank in ranks]
     kinds = list(dict.fromkeys(traits))
     costs = []
     for key in classes:
         _check_owner(members[key][0], ranks)
         cost = table.costs_up_to(shapes[key], len(members[key]))
-        costs.append(np.stack([_kind_costs(cost, s, p is None or key[2] in p) for s, _, p in kinds]))
+        costs.append(np.stack([_kind_costs(cost, s, p is None or key[2] in p) for s, _, p, _ in kinds]))
     return Problem(
         classes=classes,
         members=tuple(len(members[key]) for key in classes),
@@ -132,8 +138,9 @@ def build_problem(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: Cost
         chunks=tuple(min(table.chunk(shapes[key]), len(members[key])) for key in classes),
         nbytes=np.array([sum(m.nbytes for m in members[key]) // len(members[key]) for key in classes], dtype=np.int64),
         state_bytes=np.array([members[key][0].state_bytes for key in classes], dtype=np.int64),
-        memory=np.array([_UNLIMITED if memory is None else memory for _, memory, _ in kinds], dtype=np.int64),
-        speed=tuple(float(speed) for speed, _, _ in kinds),
+        memory=np.array([_UNLIMITED if memory is None else memory for _, memory, _, _ in kinds], dtype=np.int64),
+        speed=tuple(float(speed) for speed, *_ in kinds),
+        starts=np.array([start for *_, start in kinds], dtype=np.int64),
         kind_of=np.array([kinds.index(trait) for trait in traits], dtype=np.int64),
     )
 
@@ -159,10 +166,11 @@ def _check_owner(matrix: Matrix, ranks: Sequence[Rank]) -> None:
 def lower_bound(problem: Problem) -> int:
     """Nanoseconds that no assignment can go below.
 
-    The smallest capacity ``C`` that passes two tests. *Pigeonhole*: the ranks together can take all matrices of each
-    class alone. *Envelope*: within ``C`` a rank pays at least ``e_s(C) = min{T_s(k) / k : T_s(k) <= C}`` for each
-    matrix of class ``s``, so ``Σ_s N_s e_s(C) <= R C``. ``ΣT(1) / R`` is no bound, since a batch costs less than its
-    matrices one by one.
+    The smallest capacity ``C`` in which all have time for the work ``b_r`` that they have before, and that passes two
+    tests. *Pigeonhole*: the ranks together can take all matrices of each class alone. *Envelope*: within ``C`` a rank
+    pays at least ``e_s(C) = min{T_s(k) / k : T_s(k) <= C}`` for each matrix of class ``s``, so
+    ``Σ_s N_s e_s(C) <= Σ_r (C - b_r)``. ``ΣT(1) / R`` is no bound, since a batch costs less than its matrices one by
+    one.
 
     Raises:
         Infeasible: memory leaves no room for a class, or for all.
@@ -178,7 +186,8 @@ def lower_bound(problem: Problem) -> int:
             return False
         return all(envelope.fits(capacity, most) for envelope in envelopes)
 
-    return max(1, bisect_left(range(problem.ceiling + 1), True, key=fits))
+    least = max(1, int(problem.starts.max()))
+    return bisect_left(range(problem.ceiling + 1), True, lo=least, key=fits)
 
 
 class _Envelope:
@@ -188,8 +197,7 @@ class _Envelope:
         self.problem = problem
         self.classes = [s for s, (_, _, p) in enumerate(problem.classes) if pool is None or p == pool]
         reach = [any(problem.costs[s][g, 1] < FORBIDDEN for s in self.classes) for g in range(problem.kinds)]
-        ranks = zip(problem.ranks_per_kind, problem.speed, reach, strict=True)
-        self.power = sum(count * speed for count, speed, able in ranks if able)
+        self.power = np.array(problem.ranks_per_kind) * np.array(problem.speed) * np.array(reach)
         # Best average with at most k matrices, times speed: work. Costs are isotonic, so "at most k" is "at most C".
         self.averages = {
             s: problem.costs[s][:, 1:] / np.arange(1, problem.members[s] + 1) * np.array(problem.speed)[:, None]
@@ -203,7 +211,7 @@ class _Envelope:
         for s, average in self.averages.items():
             able = np.flatnonzero(most[s] > 0)
             needed += self.problem.members[s] * float(average[able, most[s][able] - 1].min())
-        return needed * _SLACK <= self.power * capacity
+        return needed * _SLACK <= float(self.power @ (capacity - self.problem.starts))
 
 
 def _check_room(problem: Problem) -> None:

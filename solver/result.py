@@ -27,6 +27,7 @@ class Plan:
             ``"milp"`` or ``"patterns"``; of a baseline, its name.
         reason: why the search ended there.
         estimated: the shapes whose costs are estimates.
+        starts_ns: of each rank, nanoseconds of work that it has before; empty if none has any.
 
     Raises:
         ValueError: owners, loads and bound that contradict each other.
@@ -39,6 +40,7 @@ class Plan:
     stage: str
     reason: str
     estimated: tuple[Shape, ...] = ()
+    starts_ns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if list(self.owners) != [m.name for m in self.matrices]:
@@ -48,7 +50,9 @@ class Plan:
                 raise ValueError(
                     f"plan: the owner of {name!r} is rank {rank}, outside 0 … {self.world - 1}; plan again"
                 )
-        if not all(is_int(ns) and ns >= 0 for ns in (*self.loads_ns, self.bound_ns)):
+        if len(self.starts_ns) not in (0, self.world):
+            raise ValueError(f"plan: {len(self.starts_ns)} ranks have work before, of {self.world}; plan again")
+        if not all(is_int(ns) and ns >= 0 for ns in (*self.loads_ns, *self.starts_ns, self.bound_ns)):
             raise ValueError("plan: loads must be whole nanoseconds, and so must the bound; plan again")
         if self.matrices and not 0 < self.bound_ns <= self.makespan_ns:
             raise ValueError(
@@ -61,9 +65,15 @@ class Plan:
         return len(self.loads_ns)
 
     @property
+    def ends_ns(self) -> tuple[int, ...]:
+        """Nanoseconds per rank, with the work that it has before."""
+        pairs = zip(self.loads_ns, self.starts_ns or (0,) * self.world, strict=True)
+        return tuple(load + start for load, start in pairs)
+
+    @property
     def makespan_ns(self) -> int:
-        """Nanoseconds of the slowest rank."""
-        return max(self.loads_ns)
+        """Nanoseconds until the last rank is done."""
+        return max(self.ends_ns)
 
     @property
     def gap(self) -> float:
@@ -122,9 +132,10 @@ class Plan:
         balance = self.block_balance.values()
         largest, even = sum(most for most, _ in balance), sum(even for _, even in balance)
         estimated = f"estimated for {len(self.estimated)} of {len({m.shape for m in self.matrices})} shapes"
+        before = f" with what was planned before, up to {_ms(max(self.starts_ns))}" if self.starts_ns else ""
         lines = [
             f"{len(self.matrices)} matrices in {len(balance)} blocks over {self.world} ranks",
-            f"makespan  {_ms(self.makespan_ns)}",
+            f"makespan  {_ms(self.makespan_ns)}{before}",
             f"bound     {_ms(self.bound_ns)}  (gap {self.gap:.2%})",
             f"stage     {self.stage}: {self.reason}",
             f"costs     {estimated if self.estimated else 'measured'}",
@@ -154,6 +165,7 @@ class Plan:
             "stage": self.stage,
             "reason": self.reason,
             "estimated": [list(shape) for shape in self.estimated],
+            "starts_ns": list(self.starts_ns),
         }
 
     @classmethod
@@ -173,6 +185,7 @@ class Plan:
                 stage=data["stage"],
                 reason=data["reason"],
                 estimated=tuple((small, large) for small, large in data["estimated"]),
+                starts_ns=tuple(data.get("starts_ns", ())),  # files of earlier versions lack it
             )
         except KeyError as error:
             raise ValueError(f"plan: field {error} is missing; plan again") from error

@@ -51,7 +51,7 @@ def xor_labels(owners: Mapping[str, int], ranks: Sequence[Rank]) -> dict[str, in
     A rank's lane is its position within its node: ranks of one lane share a rail of the network, ranks of one node its
     links. So owners that follow each other get other nodes and other rails.
     Where a node has no power of two of ranks, rotation by ``i`` replaces XOR. Relabelling moves whole ranks, and only
-    interchangeable ranks, of equal speed, memory and pools, trade labels. On one node all labels stay.
+    interchangeable ranks, of equal traits, trade labels. On one node all labels stay.
 
     Args:
         ranks: in the order of their indices.
@@ -70,7 +70,7 @@ def xor_labels(owners: Mapping[str, int], ranks: Sequence[Rank]) -> dict[str, in
     step = np.lexsort((nodes, turn)).argsort()  # when a place is due
     alike: dict[tuple[object, ...], list[int]] = {}
     for i, rank in enumerate(ranks):
-        alike.setdefault((rank.speed, rank.memory, rank.pools), []).append(i)
+        alike.setdefault(rank.traits, []).append(i)
     label = np.arange(len(ranks))
     for group in map(np.array, alike.values()):
         label[group] = group[step[group].argsort()]

@@ -26,7 +26,7 @@ IMPORT = """
     assert not [name for name in sys.modules if name.startswith("dmuon.")]
     from dmuon import *
     assert all(name in dir(dmuon) and globals()[name] is getattr(dmuon, name) for name in dmuon.__all__)
-    assert not hasattr(dmuon, "Moun")
+    assert not hasattr(dmuon, "Moun") and not hasattr(dmuon, "rebalanced_plan")
     assert not dist.is_initialized()
     assert tasks() == threads and not multiprocessing.active_children()
     assert dict(os.environ) == environment

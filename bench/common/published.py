@@ -138,3 +138,43 @@ CASES = (
         grid={"world": 256, "replicate": 32}, fitted=False,
     ),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ProductCase:
+    """One published time of a symmetric product ``x @ x.T``, ``x`` of ``(m, k)``, in bf16.
+
+    Attributes:
+        device: the preset it is predicted for; the H800 has the chip of the H100.
+        whole_us: by cuBLAS, which computes both triangles.
+        half_us: by a Triton kernel that computes one and mirrors it.
+    """
+
+    source: str
+    device: str
+    m: int
+    k: int
+    whole_us: float
+    half_us: float
+
+
+_PYTORCH = "github.com/pytorch/pytorch/pull/184886, H100, medians of 200"
+_FLASH = "github.com/nil0x9/flash-muon, README.md at commit 02f3067, "
+PRODUCTS = (
+    *(
+        ProductCase(_PYTORCH, "h100", *row)
+        for row in (
+            (1024, 1024, 19.6, 28.5), (2048, 2048, 37.2, 47.6), (4096, 4096, 230.8, 183.5),
+            (8192, 8192, 2717.3, 1858.9), (4096, 8192, 425.4, 352.4), (4096, 16384, 2054.8, 1648.2),
+        )
+    ),
+    *(
+        ProductCase(f"{_FLASH}{name}", device, m, m, whole, half)
+        for name, device, m, half, whole in (
+            ("H800", "h100", 1024, 12.4, 11.2), ("H800", "h100", 2048, 32.2, 38.4),
+            ("H800", "h100", 4096, 183.8, 295.5), ("H800", "h100", 8192, 1452.8, 2264.3),
+            ("A100", "a100", 1024, 19.1, 22.8), ("A100", "a100", 2048, 68.9, 116.6),
+            ("A100", "a100", 4096, 373.3, 664.4), ("A100", "a100", 8192, 2981.5, 5160.4),
+        )
+    ),
+)  # fmt: skip

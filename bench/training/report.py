@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from dmuon.platform.files import new_figure, save_png
+from common.figures import new_figure, save_png
+
 from training.settings import OPTIMIZERS
 
 Record = dict[str, Any]

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.comm.domain import Domain
-from dmuon.comm.monitor import CollectiveError, Line, Monitor
+from dmuon.comm.monitor import Line, Monitor
 from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport
 from dmuon.layout.topology import Coordinate, Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
-from dmuon.platform.torch_private import backend_of, default_group_is_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +25,6 @@ class Lanes:
 
     weights: Line
     gradients: Line
-
-    @property
-    def votes(self) -> dist.ProcessGroup:
-        """Over the whole line, for passes in which no gradients travel."""
-        return self.gradients.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +113,7 @@ class Comm:
             tensor parallelism.
         averages: over ``ranks``, for gradients of parameters that nobody shards: a vote must tell ranks that are out of
             step, and not be taken for part of an average. That of collectives that block, if votes go over another one.
-            None until :meth:`average_group` makes it.
+            It is connected by its first use, since where FSDP2 shards all that dmuon does not own there is none.
     """
 
     mesh: DeviceMesh
@@ -139,40 +133,12 @@ class Comm:
     group: dist.ProcessGroup
     control: dist.ProcessGroup
     tensor: Domain | None
-    averages: dist.ProcessGroup | None
+    averages: dist.ProcessGroup
 
     @property
     def world(self) -> int:
         """Number of data-parallel ranks."""
         return len(self.ranks)
-
-    @property
-    def backend(self) -> str:
-        """Name of the back end that moves tensors of this device."""
-        return backend_of(self.group, self.device)
-
-    def average_group(self) -> dist.ProcessGroup:
-        """:attr:`averages`, made now if it is not there. Collective then; ask once.
-
-        Where FSDP2 shards all that dmuon does not own, there is nothing to average, and nobody asks.
-
-        Raises:
-            CollectiveError: it was not made; nothing more can be started on this model.
-        """
-        if self.averages is not None:
-            return self.averages
-        what = "making the process group of averages"
-        with self.monitor.watch(what):
-            try:
-                group = make_group(self.device, [self.ranks], "average", self.options.timeout)
-            except CollectiveError as fault:  # which the monitor has not heard of
-                raise RuntimeError(str(fault.__cause__ or fault)) from fault
-            connect(group, self.device)
-        return group
-
-    def coordinate(self, owner: Position) -> Coordinate:
-        """Of a position among the data-parallel ranks."""
-        return self.topology.of(self.ranks[owner])
 
 
 def make_comm(
@@ -201,12 +167,9 @@ def make_comm(
         across = make_group(device, topology.partition("t"), "tensor", options.timeout)
         tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
     row, column = (_lanes(topology, along, device, options) for along in ("s", "r"))
-    averages = group if control is not group else None
-    if averages is None and default_group_is_bound():
-        # Split off the default group's communicator, over which something may be under way in training.
-        averages = make_group(device, [ranks], "average", options.timeout)
+    averages = group if control is not group else make_group(device, [ranks], "average", options.timeout)
     with monitor.watch("first use of dmuon's process groups"):
-        for one in dict.fromkeys(one for one in (control, group, averages) if one is not None):
+        for one in dict.fromkeys((control, group)):
             connect(one, device)
         if tensor is not None:
             connect(tensor.group, device, exchanges=True, gathers=True)

@@ -1,4 +1,4 @@
-"""What this rank communicates: named when it fails, and compared between ranks before it can do harm.
+"""What this rank communicates: named when it fails or waits long, and compared between ranks before it can do harm.
 
 Also what it communicates along a line of ranks: parts of one region that they gather from each other, or reduce to each
 other.
@@ -6,15 +6,17 @@ other.
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 import weakref
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -22,23 +24,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm import waiting
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import Spans, Transport
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.platform.host import keep_for_ever
-from dmuon.platform.torch_private import all_gather_single, in_one_launch, reduce_scatter_single
+from dmuon.platform.log import logger
+from dmuon.platform.torch_private import all_gather_single, default_store, in_one_launch, reduce_scatter_single
 
 OPTION, LANE = "option ", "lane "  # what begins the names of what a monitor has noted
 DIGEST_BITS = 0x7FFFFFFF  # of a digest, which travels as int32, and so does its negative
 LATE = "A rank was killed, raised elsewhere, or is late: see the logs of the others"
 _EXIT_SECONDS = 2.0
-_LEAVE_SECONDS = 0.5  # for what was published last by a model that nobody uses any more
+_LEAVE_SECONDS = 0.5
+_SECONDS = 30.0  # of waiting, before it is told
+_POLL_SECONDS = 5.0
+_OURS = Path(__file__).parents[1]
+_TORCH = Path(torch.__file__).parent
 _REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
 _OPTIONS_REMEDY = (
     "give every rank's optimizer the same options (a scheduler that goes by a rank's own loss does not), and freeze "
     "the same parameters"
 )
+_log = logger(__name__)
 
 
 class CollectiveError(RuntimeError):
@@ -76,14 +83,11 @@ class FirstError:
 
 def run_all(actions: Iterable[Callable[[], object]]) -> None:
     """Call every one of them, whatever the others raise; then raise the first exception."""
-    first: Exception | None = None
+    first = FirstError()
     for action in actions:
-        try:
+        with first:
             action()
-        except Exception as error:  # of whatever kind a back end raises
-            first = first or error
-    if first is not None:
-        raise first
+    first.throw()
 
 
 def first_line(error: Exception) -> str:
@@ -101,7 +105,9 @@ def first_line(error: Exception) -> str:
 
 # By the default group, and by what a group is for. Another default group, perhaps on another store, has none yet.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-_left: list[dist.Work] = []
+# What was started and not waited for yet, with the tensors that it reads and writes, whoever drops its Pending. Of the
+# CPU alone: an accelerator's back end keeps what its collectives use by itself.
+_under_way: set[dist.Work] = set()
 
 
 def groups_made() -> dict[Hashable, dist.ProcessGroup]:
@@ -116,26 +122,117 @@ def forget_groups() -> None:
         groups_made().clear()
 
 
-def leave(works: Iterable[dist.Work], *, patience: float) -> None:
-    """Keep collectives that nobody will wait for, until they end.
+def settle_at_exit() -> None:
+    """Give collectives that nobody has waited for a moment to end; those that do not are never freed.
 
-    Args:
-        patience: seconds in which they should; what lasts longer, and what it uses, is kept until others are left.
+    Such is what was sent ahead for a forward that never came. [Note: who keeps a tensor alive] does not end here: a
+    thread of a back end that drops the last reference to a tensor needs the interpreter for it, and aborts the process
+    if that has ended.
     """
-    works = list(works)
-    deadline = time.monotonic() + patience
-    while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+    _settle(_EXIT_SECONDS)
+    keep_for_ever(_under_way)
+
+
+def _settle(seconds: float) -> None:
+    """Let go of collectives that have ended without anybody's waiting, or do so before ``seconds`` have passed."""
+    deadline = time.monotonic() + seconds
+    while True:
+        _under_way.difference_update([work for work in _under_way if work.is_completed()])
+        if not _under_way or time.monotonic() > deadline:
+            return
         time.sleep(0.001)
-    _left[:] = [work for work in [*_left, *works] if not work.is_completed()]
 
 
-def keep_left() -> None:
-    """At exit: what is under way is never freed.
+# -- who has not come ------------------------------------------------------------------------------------------------
 
-    [Note: who keeps a tensor alive] does not end here: a thread of a back end that drops the last reference to a tensor
-    needs the interpreter for it, and aborts the process if that has ended.
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """One collective for which the host waits.
+
+    Attributes:
+        key: of the store, the same on all ranks that wait for this.
+        ranks: that take part, or some of them do.
     """
-    keep_for_ever(_left)
+
+    what: str
+    key: str
+    ranks: Sequence[int]
+    began: float = field(default_factory=time.monotonic)
+    told: bool = False
+
+
+_waits: set[Wait] = set()
+_watcher: threading.Thread | None = None
+
+
+def begin_wait(what: str, key: str, ranks: Sequence[int]) -> Wait:
+    """Note that this rank waits. A thread looks at what was noted every few seconds; a step pays for the note alone."""
+    global _watcher
+    wait = Wait(what, key, ranks)
+    _waits.add(wait)
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = threading.Thread(target=_watch, name="dmuon-waits", daemon=True)
+        _watcher.start()
+    return wait
+
+
+def end_wait(wait: Wait) -> None:
+    _waits.discard(wait)
+
+
+def _of_torch() -> str | None:
+    """The collective of FSDP2 or of a checkpoint in which the main thread stands.
+
+    One that the program calls itself, such as a barrier, may take as long as it likes.
+    """
+    inner = frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or not Path(frame.f_code.co_filename).is_relative_to(_TORCH / "distributed"):
+        return None
+    name = frame.f_code.co_name
+    while frame.f_back and any(map(Path(frame.f_code.co_filename).is_relative_to, (_TORCH, _OURS))):
+        inner, frame = frame, frame.f_back
+    if inner is None or Path(inner.f_code.co_filename).name in ("c10d_logger.py", "distributed_c10d.py"):
+        return None
+    return f"{name}() of torch.distributed, for {Path(frame.f_code.co_filename).name}:{frame.f_lineno},"
+
+
+def _watch() -> None:
+    marked: set[Wait] = set()
+    clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+    used, of_torch = time.clock_gettime(clock), None
+    while True:
+        time.sleep(_POLL_SECONDS)
+        with suppress(Exception):  # of a store whose host is gone, or of a default group that is
+            # A thread that has waited all the time has computed nothing.
+            before, used = used, time.clock_gettime(clock)
+            what = _of_torch() if used - before < 0.02 * _POLL_SECONDS and not _waits - {of_torch} else None
+            if of_torch is not None and of_torch.what != what:
+                end_wait(of_torch)
+                of_torch = None
+            if of_torch is None and what is not None:
+                of_torch = begin_wait(what, what, range(dist.get_world_size()))
+            for over in marked - _waits:
+                marked.discard(over)
+                default_store().delete_key(f"{over.key} {dist.get_rank()}")
+            for wait in _waits.copy():
+                waited = time.monotonic() - wait.began
+                if waited >= _POLL_SECONDS and wait not in marked:
+                    marked.add(wait)
+                    default_store().set(f"{wait.key} {dist.get_rank()}", "")
+                if waited >= _SECONDS and not wait.told:
+                    wait.told = True
+                    _tell(wait, waited)
+
+
+def _tell(wait: Wait, seconds: float) -> None:
+    """By the first of the ranks that wait."""
+    there = [rank for rank in wait.ranks if default_store().check([f"{wait.key} {rank}"])]
+    if there and there[0] == dist.get_rank():
+        missing = [rank for rank in wait.ranks if rank not in there]
+        named = " ".join(map(str, missing[:16])) + (" …" if missing[16:] else "")
+        whom = f"ranks {named} do not wait for it too: let every rank come there" if missing else "all ranks have come"
+        _log.warning("%s has waited for %.0f s, and %s", wait.what, seconds, whom)
 
 
 # -- collectives under way -------------------------------------------------------------------------------------------
@@ -148,21 +245,6 @@ class Pending:
     _monitor: Monitor
     _what: str
     _works: list[dist.Work]
-
-    def __del__(self) -> None:
-        if self._works:
-            self._monitor.leave(self._works)
-
-    def wait_at_exit(self) -> None:
-        """Wait a moment, whatever comes of it.
-
-        A back end's thread that frees tensors of its last collectives while the interpreter ends aborts the process.
-        """
-        works, self._works = self._works, []  # when this object goes, modules may be gone before it
-        for work in works:
-            with suppress(Exception):
-                work.wait(timedelta(seconds=_EXIT_SECONDS))
-        leave(works, patience=0.0)
 
     def wait_on_host(self) -> None:
         """Wait until they have ended; :meth:`wait` is still due on the stream that uses the result."""
@@ -185,10 +267,10 @@ class Pending:
                 work.wait()
             except Exception as error:  # of whatever kind a back end raises
                 fault = fault or error
-        waiting.end(wait)
-        if fault is not None:
-            self._monitor.leave(works)  # those that go on
+        end_wait(wait)
+        if fault is not None:  # some may go on
             self._monitor.fail(self._what, fault)
+        _under_way.difference_update(works)
 
 
 @dataclass(slots=True)
@@ -241,6 +323,9 @@ class Monitor:
         self._ranks = dist.get_process_group_ranks(group)
         self.device = device
         self._asynchronous = asynchronous
+        self._keeps = streams_of(device) is None
+        # What a model that is gone has sent ahead goes with it.
+        weakref.finalize(self, _settle, _LEAVE_SECONDS).atexit = False
         self._journal = _journals.setdefault(group, _Journal())
         self._number = self._journal.monitors
         self._journal.monitors += 1
@@ -277,15 +362,12 @@ class Monitor:
         for work in launched if isinstance(launched, list) else (launched,):
             assert work is not None, "an asynchronous collective returns its work"
             works.append(work)
+        if self._keeps:
+            _under_way.update(works)
         pending = Pending(self, what, works)
         if not self._asynchronous:
             pending.wait_on_host()
         return pending
-
-    def leave(self, works: list[dist.Work]) -> None:
-        """Nobody will wait for these. An accelerator's back end keeps what they use by itself."""
-        if streams_of(self.device) is None:
-            leave(works, patience=_LEAVE_SECONDS if self._journal.broken is None else 0.0)
 
     def synchronize(self) -> None:
         """The host waits for the current stream of the device, if it has streams."""
@@ -306,11 +388,11 @@ class Monitor:
         except RuntimeError as error:
             self.fail(what, error)
         finally:
-            waiting.end(wait)
+            end_wait(wait)
 
-    def note_wait(self, what: str) -> waiting.Wait:
+    def note_wait(self, what: str) -> Wait:
         """Note that the host waits for a collective, so that the log can say who has not come."""
-        return waiting.begin(what, f"{self.name} {self.step} {what}", self._ranks)
+        return begin_wait(what, f"{self.name} {self.step} {what}", self._ranks)
 
     def note(self, lane: str, what: str) -> None:
         """Remember what all ranks do in one order, whether or not it communicates."""

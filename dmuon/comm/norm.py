@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm import waiting
-from dmuon.comm.monitor import CollectiveError, first_line
-from dmuon.comm.process_groups import ranks_of, this_rank
-
-Order = float | Literal["max", "sum"]  # of a norm; or how terms that are no norm's are joined
+from dmuon.comm.monitor import begin_wait, end_wait
+from dmuon.comm.process_groups import named, ranks_of
 
 _LARGEST = torch.iinfo(torch.int64).max
 _SIGN = torch.iinfo(torch.int64).min
@@ -51,38 +47,28 @@ def join_terms(terms: Tensor, order: float) -> Tensor:
     return terms.ne(0).double().sum() if order == 0 else terms.sum()
 
 
-def norms_of(terms: Tensor, order: Order) -> Tensor:
+def norms_of(terms: Tensor, order: float) -> Tensor:
     """The norms that belong to terms of whole tensors."""
-    if isinstance(order, str):
-        return terms
     return terms.pow(1.0 / order) if order != 0 and math.isfinite(order) else terms
 
 
-def reduce_terms(terms: Tensor, order: Order, group: dist.ProcessGroup) -> None:
-    """Join the terms of parts that lie on different ranks, ``(n,)``, in place; NaN wins."""
-    if order == "max":
-        _largest(terms, group)
-        return
-    if isinstance(order, str) or math.isfinite(order):
+def reduce_terms(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
+    """Join the terms of parts that lie on different ranks, ``(n,)``, in place; NaN wins.
+
+    For an infinite order they may be any numbers, of which the largest or the smallest is found.
+    """
+    if math.isfinite(order):
         all_reduce(terms, dist.ReduceOp.SUM, group, "norm")
         return
-    # MAX and MIN of floats may drop NaN, as gloo's do. The bits of positive floats, as integers, have the same order,
-    # and NaN is the largest.
-    bits = terms.abs().view(torch.int64)
-    keys = bits if order > 0 else torch.where(terms.isnan(), _LARGEST, -bits)
-    all_reduce(keys, dist.ReduceOp.MAX, group, "norm")
-    bits = keys if order > 0 else torch.where(keys == _LARGEST, keys, -keys)
-    terms.copy_(bits.view(torch.float64))
-
-
-def _largest(terms: Tensor, group: dist.ProcessGroup) -> None:
-    """The largest of floats of any sign, in place. As integers of equal order, since MAX may drop NaN."""
-    bits = terms.view(torch.int64)
+    # MAX and MIN of floats may drop NaN, as gloo's do. So the largest of integers is found that have the same order, of
+    # which NaN is the largest: the bits of a float, and those of a negative one inverted below its sign.
+    sign = math.copysign(1.0, order)
+    bits = (terms * sign).view(torch.int64)
     ordered = torch.where(bits < 0, bits.bitwise_not() | _SIGN, bits)
     keys = torch.where(terms.isnan(), _LARGEST, ordered)
     all_reduce(keys, dist.ReduceOp.MAX, group, "largest element")
     bits = torch.where(keys < 0, (keys ^ _SIGN).bitwise_not(), keys)
-    terms.copy_(torch.where(keys == _LARGEST, math.nan, bits.view(torch.float64)))
+    terms.copy_(torch.where(keys == _LARGEST, math.nan, bits.view(torch.float64) * sign))
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str) -> None:
@@ -91,14 +77,10 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
     Args:
         what: is asked for, for the message of a failure.
     """
-    wait = waiting.begin(f"the {what} of tensors", f"{group.group_name} {what}", dist.get_process_group_ranks(group))
+    ranks = ranks_of(group)
+    wait = begin_wait(f"the {what} of tensors", f"{group.group_name} {what}", ranks)
     try:
-        dist.all_reduce(tensor, op, group=group)
-    except RuntimeError as fault:
-        raise CollectiveError(
-            f"rank {this_rank()}: the {what} of tensors that ranks {list(ranks_of(group))} hold together failed: "
-            f"{first_line(fault)}. All of these ranks must ask for it, for the same tensors in the same order; see the "
-            "logs of the others"
-        ) from fault
+        with named(f"the {what} of tensors that ranks {list(ranks)} hold together"):
+            dist.all_reduce(tensor, op, group=group)
     finally:
-        waiting.end(wait)
+        end_wait(wait)

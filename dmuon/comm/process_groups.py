@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dmuon.comm.monitor import LATE, CollectiveError, first_line, forget_groups, groups_made, keep_left
+from dmuon.comm.monitor import LATE, CollectiveError, first_line, forget_groups, groups_made, settle_at_exit
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.host import keep_what_was_raised, let_threads_rest
 from dmuon.platform.log import logger
@@ -109,8 +109,9 @@ def _made_by_members(
     partition: Sequence[Sequence[GlobalRank]], purpose: str, backend: str, timeout: timedelta, pg_options: Any
 ) -> dist.ProcessGroup:
     ranks = next(list(ranks) for ranks in partition if this_rank() in ranks)
-    made = _counts.setdefault(_default(), Counter())
-    kind = _name(purpose, ranks)
+    assert dist.group.WORLD is not None
+    made = _counts.setdefault(dist.group.WORLD, Counter())
+    kind = f"dmuon_{purpose}_{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     name = f"{kind}_{made[kind]}"
     with named(f"making process group {name!r} of ranks {ranks}"):
         group = _in_time(
@@ -199,7 +200,7 @@ def _prepare_exit() -> None:
     """Once, however many groups there are."""
     atexit.register(let_threads_rest)
     atexit.register(keep_what_was_raised)
-    atexit.register(keep_left)
+    atexit.register(settle_at_exit)
 
 
 # Of dmuon's own groups, the device of the model: torch sends objects by the current one, on which another rank may be.
@@ -236,17 +237,6 @@ def _on_device_of(group: dist.ProcessGroup) -> AbstractContextManager[object]:
 
 # How many of a name, by the default group. The ranks of a group have made as many, however many others each has made.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-
-
-def _default() -> dist.ProcessGroup:
-    default = dist.group.WORLD
-    assert default is not None
-    return default
-
-
-def _name(purpose: str, ranks: Sequence[int]) -> str:
-    members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
-    return f"dmuon_{purpose}_{members}"
 
 
 # -- a grid of groups ------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dmuon.comm.agreement import Vote, require_same
+from dmuon.comm.agreement import Vote
 from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
@@ -140,23 +139,6 @@ class Block:
             self.rest()
 
 
-class ExecutionOrder:
-    """In which order blocks run, as the last forward showed it: what to fetch next, and what to publish first.
-
-    Attributes:
-        first: block of the model.
-        following: what ran after a block in forward; until a forward has run, what follows it in the model.
-        preceding: what ran before a block in forward, and comes after it in backward.
-        last: the block that ran last in the present pass.
-    """
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self.first = blocks[0] if blocks else None
-        self.following = dict(pairwise(blocks))
-        self.preceding: dict[Block, Block] = {}
-        self.last: Block | None = None
-
-
 def buffers_along(links: Mapping[Block, Block], block: Block | None) -> Iterator[OwnedBuffer]:
     """The buffers of ``block`` and of what ``links`` lead to from it, each once."""
     visited: set[Block | OwnedBuffer] = set()
@@ -172,37 +154,18 @@ class OrderCheck:
     """Ranks of a row compare in which order they ran blocks without gradients, where no vote of a backward follows.
 
     Ranks that run blocks in different orders take one block's weights for another's. One small vote at the end of a
-    pass tells, over a group that is idle then (``Lanes.votes``); the end is that of the root's forward, or, where
+    pass tells, over the group of gradients, which is idle then; the end is that of the root's forward, or, where
     blocks are called without the root, the second run of a block. Where nothing was gathered (weights that are kept)
     ranks need nothing of each other, and need not evaluate the same. Other rows may evaluate more or fewer batches.
 
     On an accelerator the host does not wait: the next pass looks at the result of the last one.
-
-    Args:
-        is_list: the blocks are those of a list of modules, whose order ranks compare before the first pass.
-
-    Attributes:
-        places: by what begins the names of a module of the list, how a model around them calls it.
     """
 
-    def __init__(self, comm: Comm, is_list: bool) -> None:
-        self._comm, self._is_list = comm, is_list
-        self.places: dict[str, str] = {}
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
         self._ran: set[Block] = set()
         self._compared = 0  # how many fills were
         self._vote: Vote | None = None  # that is under way
-
-    def compare_places(self) -> None:
-        """Where elements of a list are alike, weights would be taken for each other's. Collective of a list, once.
-
-        Raises:
-            ValueError: on all ranks, if they have it in other orders.
-        """
-        comm = self._comm
-        if self._is_list and comm.world > 1:
-            places = [(f"the name of number {at.rstrip('.')} of a list", name) for at, name in self.places.items()]
-            require_same(comm.control, comm.topology.ranks, None, sorted(places), None)
-        self._is_list = False
 
     def restart(self) -> None:
         """Another pass begins at the root."""
@@ -226,7 +189,7 @@ class OrderCheck:
             return
         self._compared = fills
         self._conclude()
-        self._vote = Vote((), row.votes, self._comm.monitor, "comparison of blocks that ran")
+        self._vote = Vote((), row.gradients.group, self._comm.monitor, "comparison of blocks that ran")
         if self._vote.immediate:
             self._conclude()
 

@@ -10,15 +10,13 @@ hence all of them fill, or none.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import sys
-import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 
 import torch
@@ -32,7 +30,7 @@ from dmuon.kernels import streams_of
 from dmuon.layout.buffer import make_layout
 from dmuon.platform.log import logger
 from dmuon.platform.streams import Origin
-from dmuon.platform.torch_private import count_holders, local_tensor
+from dmuon.platform.torch_private import backend_of, count_holders, local_tensor
 
 _log = logger(__name__)
 
@@ -57,20 +55,6 @@ class GradState(Enum):
     NONE = "nowhere, or with the resting forms"
     READY = "with the whole weights, to be reduced when no block of the buffer awaits backward any more"
     WAITING = "with the whole weights, until a backward synchronizes"
-
-
-_buffers: weakref.WeakSet[OwnedBuffer] = weakref.WeakSet()
-
-
-@cache
-def _settle_at_exit() -> None:
-    """Once, however many buffers there are."""
-    atexit.register(_settle_all)
-
-
-def _settle_all() -> None:
-    for buffer in _buffers:
-        buffer.settle_at_exit()
 
 
 class OwnedBuffer:
@@ -133,7 +117,7 @@ class OwnedBuffer:
             comm.topology.replicas,
             comm.topology.shards,
             wanted=comm.options.transport,
-            backend=comm.backend,
+            backend=backend_of(comm.group, comm.device),
             resident=self.keep,
             align=max(1, _ALIGN_BYTES // comm_dtype.itemsize),
         )
@@ -197,8 +181,6 @@ class OwnedBuffer:
             storage.resize_(0)
         first, last = weights[0].block, weights[-1].block
         self.name = first if first == last else f"{first} to {last}"
-        _buffers.add(self)
-        _settle_at_exit()
 
     @property
     def buffer_nbytes(self) -> int:
@@ -343,12 +325,6 @@ class OwnedBuffer:
     def _refuse_users(self) -> None:
         for user, purpose in self.users.items():
             raise RuntimeError(f"the weights of block {user!r} changed or were dropped while {purpose}")
-
-    def settle_at_exit(self) -> None:
-        """Give what was sent ahead for a forward that never came a moment to arrive."""
-        for pending in (self._publication, self._fill):
-            if pending is not None and streams_of(self.comm.device) is None:
-                pending.wait_at_exit()
 
     def _settle(self) -> None:
         """Wait for everything under way, whatever of it fails."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
 from socket import gethostname
@@ -32,7 +34,7 @@ from dmuon.comm.monitor import forget_groups
 from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
-from dmuon.dedicated.dedication import Dedication, dedication_of, dedications, places_in
+from dmuon.dedicated.dedication import Dedication, dedication_of, dedications, places_in, planned_ns
 from dmuon.dedicated.initial_values import (
     Initialize,
     check_initialize,
@@ -58,10 +60,9 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import excluded_modules, own_buffers, own_parameters
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
-from dmuon.kernels import Storage
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Topology
-from dmuon.model.blocks import BlockPredicate, canonical_fqn
+from dmuon.model.blocks import BlockPredicate
 from dmuon.model.matrix_spec import remember_spec
 from dmuon.model.routing import Exclude, Route, Select, notice, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, Speeds, check_options, describe_source, make_plan
@@ -103,7 +104,8 @@ def dedicate_params(
     initialize: Initialize | None = None,
     ns_coefficients: str | tuple[Any, ...] | None = None,
     ns_steps: int | None = None,
-    ns_dtype: Storage | None = None,
+    ns_dtype: torch.dtype | None = None,
+    strategy: str | Mapping[str, str] = "owner",
 ) -> OwnerPlan:
     """Give every matrix of every block to one owner rank; afterwards the others hold zero-size placeholders.
 
@@ -157,6 +159,9 @@ def dedicate_params(
             checkpoint is loaded. What writes to other modules' tensors is refused.
         ns_coefficients, ns_steps, ns_dtype: as of ``dmuon.Muon``, which takes them from here and refuses others. Costs
             are those of this run. None leaves them to the optimizer, and plans by its defaults.
+        strategy: who orthogonalizes a matrix: ``"owner"``, or ``"sharded"``: all ranks together. Or a mapping of
+            patterns of names to these, of which the first that fits counts; the rest have owners. A sharded matrix is
+            left to ``dmuon.fully_shard``, and lies whole on every rank without that; ``Muon`` knows of it.
 
     Returns:
         The plan: owners, predicted loads, and a report.
@@ -197,14 +202,14 @@ def dedicate_params(
         check_initialize(whole, initialize)
         excluded = excluded_modules(whole)
         theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
-        routes = route_to_blocks(whole, select, blocks, exclude, theirs)
+        routes = _some_left(route_to_blocks(whole, select, blocks, exclude, theirs), strategy)
         for route in routes:
             if route.muon:
                 remember_spec(route.param, route.spec, route.fault)
         check_parameters(whole, routes, topology.ranks)
         tensor_mesh = tensor_mesh_of(routes)
         split_over = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
-        seat = (gethostname(), split_over)
+        seat = (gethostname(), split_over, planned_ns(inner.runtime for inner in dedications(whole)))
         return Inspected(
             roots,
             whole,
@@ -217,7 +222,7 @@ def dedicate_params(
 
     try:
         inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
-        context, hosts = _connect(mesh, topology, group, options, inspected, seats)
+        context, seats = _connect(mesh, topology, group, options, inspected, seats)
         result = make_plan(
             inspected.matrices(),
             context.control,
@@ -225,7 +230,8 @@ def dedicate_params(
             costs=costs,
             solve=solve,
             plan=plan,
-            hosts=hosts,
+            hosts=[host for host, _, _ in seats],
+            starts=[start for _, _, start in seats],
             pools=inspected.pools(context.topology),
             ranks=ranks,
             ns=NsOptions.named(ns_options),
@@ -238,6 +244,31 @@ def dedicate_params(
     except BaseException:
         forget_groups()  # on all ranks: one of them may have been interrupted while something was under way
         raise
+    return result
+
+
+def _some_left(routes: Sequence[Route], strategy: str | Mapping[str, str]) -> list[Route]:
+    """``routes``, without owners of what all ranks shall orthogonalize together.
+
+    Raises:
+        TypeError, ValueError: ``strategy`` is nothing that dedication knows.
+    """
+    given = {"*": strategy} if isinstance(strategy, str) else strategy
+    if not isinstance(given, Mapping) or not all(isinstance(one, str) for pair in given.items() for one in pair):
+        raise TypeError(f"strategy must be a name, or a mapping of patterns of names to names, got {strategy!r}")
+    for name in given.values():
+        if name not in ("owner", "sharded"):
+            raise ValueError(
+                f"strategy={name!r} of dedicate_params: a matrix has an owner ('owner'), or all ranks orthogonalize it "
+                "together ('sharded'); others are for dmuon.Muon(model, strategy=…) of a model that was not dedicated"
+            )
+    reason = "strategy='sharded': left to fully_shard, and all ranks orthogonalize it together"
+    result: list[Route] = []
+    for route in routes:
+        way = next((way for pattern, way in given.items() if fnmatchcase(route.fqn, pattern)), "owner")
+        if way == "sharded" and route.block is not None:
+            route = replace(route, block=None, block_module=None, reason=reason, sharded=True)
+        result.append(route)
     return result
 
 
@@ -276,6 +307,8 @@ def _tell(routes: Sequence[Route], plan: OwnerPlan, comm: Comm, weights: str) ->
         return
     if (told := notice(routes)) is not None:
         _log.warning("%s", told)
+    if left := [route.fqn for route in routes if route.sharded]:
+        _log.info("%d tensors, such as %s, are left to fully_shard and to all ranks together", len(left), left[0])
     _log.info("dedicated %s; mesh: %s, whole weights %s after forward", plan.summary(), topology.text, weights)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("loads, batches and variants of what was dedicated:\n%s", plan.report())
@@ -298,7 +331,7 @@ def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = 
     left_out: set[nn.Parameter] = set()
     for part in module if isinstance(module, list) else [module]:
         left_out |= owned_parameters(part)
-        for name, below in part.named_modules():
+        for below in part.modules():
             inner = None if below is part else dedication_of(below)
             if inner is None:
                 continue
@@ -306,7 +339,6 @@ def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = 
             ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
             if inner.is_list or set(inner.runtime.comm.ranks) != set(ranks):
                 inner.note_around(ranks)
-                inner.note_place(below, canonical_fqn(name))
                 left_out |= set(below.parameters())
     torch_fully_shard(module, ignored_params=left_out | set(ignored_params), **kwargs)
     return module  # torch shards in place
@@ -363,20 +395,20 @@ def _connect(
     options: CommOptions,
     inspected: Inspected,
     seats: list[Seat],
-) -> tuple[Comm, list[str]]:
+) -> tuple[Comm, list[Seat]]:
     """Compare the models of all tensor-parallel ranks too, and make the process groups.
 
     Returns:
-        What blocks need to communicate, and the host of every rank.
+        What blocks need to communicate, and the seat of every rank.
     """
-    topology = topology.with_tensor_parallel([ranks for _, ranks in seats])
+    topology = topology.with_tensor_parallel([ranks for _, ranks, _ in seats])
     control = group
     if topology.tensor > 1:
         control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
         # Before the other groups: which are made goes by the options.
         seats = require_same(control, topology.ranks, None, inspected.description, inspected.seat)
     context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
-    return context, [host for host, _ in seats]
+    return context, seats
 
 
 @contextmanager
@@ -435,8 +467,7 @@ def _own(
     runtime = Runtime(inspected.roots, blocks, comm, plan)
     runtime.ns_options = ns_options
     hook_state_dicts([*inspected.roots.values()], runtime)
-    pools = inspected.pools(comm.topology)
-    Dedication(inspected.roots, inspected.routes, pools, runtime)  # which stays on the model
+    Dedication(inspected.roots, inspected.routes, runtime)  # which stays on the model
 
 
 def _share_initial_values(

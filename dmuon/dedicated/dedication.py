@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.context import Comm
+from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import BufferState, GradState
 from dmuon.dedicated.matrix import OwnedMatrix, Part, of_rows, resting, whole_parameter
@@ -29,7 +30,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Parcel, Region
-from dmuon.layout.topology import GlobalRank
+from dmuon.layout.topology import GlobalRank, position_in
 from dmuon.model.blocks import canonical_fqn, unwrapped
 from dmuon.model.routing import Route
 from dmuon.platform.torch_private import local_tensor
@@ -45,24 +46,23 @@ class Dedication:
     """The plan, the routes, and the runtime that moves the weights of one dedicated model, or of several modules.
 
     Attributes:
-        pools: of each rank, what it may own; None: everything.
         is_list: it is of several modules, or of a list of one.
+        shares: all ranks orthogonalize some matrices together.
     """
 
     def __init__(
         self,
         roots: Mapping[str, nn.Module],
         routes: Sequence[Route],
-        pools: list[frozenset[str]] | None,
         runtime: Runtime,
     ) -> None:
         self.plan = runtime.plan
-        self.pools = pools
         self.runtime = runtime
         # Without the parameters, which routes would keep alive.
         self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}
         self._originals = [weakref.ref(r.param) for r in routes if r.block is not None]
         self.is_list = "" not in roots
+        self.shares = any(route.sharded for route in routes)
         self._prefixes = weakref.WeakKeyDictionary({unwrapped(root): prefix for prefix, root in roots.items()})
         for root in roots.values():
             mark(root, self)
@@ -70,10 +70,6 @@ class Dedication:
     def place(self, root: nn.Module) -> str:
         """Which one of its list ``root`` is."""
         return self._prefixes[unwrapped(root)]
-
-    def note_place(self, root: nn.Module, name: str) -> None:
-        """A model around this one calls ``root``, one of its modules, ``name``."""
-        self.runtime.order_check.places[self.place(root)] = name
 
     def note_around(self, ranks: Iterable[int]) -> None:
         """A model of ``ranks`` lies around this one: those that are none of its own hold something else here."""
@@ -111,6 +107,16 @@ def averaged_by_dmuon() -> set[int]:
     """By ``id``, all parameters that dedicated models hold: dmuon averages their gradients, or knows who does."""
     found = {dedication for root in living() if (dedication := dedication_of(root)) is not None}
     return set().union(*(dedication.runtime.param_ids() for dedication in found))
+
+
+def sharded_together() -> dict[int, dist.ProcessGroup]:
+    """By ``id``, what dedicated models have left to all ranks together, and the ranks that average its gradients."""
+    found: dict[int, dist.ProcessGroup] = {}
+    for root in living():
+        if (dedication := dedication_of(root)) is not None and dedication.shares:
+            routes = dedication.routes(root)
+            found |= {id(route.param): dedication.runtime.comm.group for route in routes if route.sharded}
+    return found
 
 
 def places_in(model: nn.Module) -> dict[str, object]:
@@ -278,6 +284,12 @@ def dedicated_residencies(params: Iterable[Tensor]) -> list[Dedicated]:
     return [Dedicated(runtime, of_model) for runtime, of_model in members.items()]
 
 
+def planned_ns(runtimes: Iterable[Runtime]) -> int:
+    """What this rank is predicted to take for what it owns of dedicated models, in nanoseconds."""
+    plans = ((one.plan.solution.loads_ns, one.comm.topology.ranks) for one in runtimes)
+    return sum(loads[position_in(ranks, this_rank())] for loads, ranks in plans)
+
+
 class Dedicated(Residency):
     """The matrices of one dedicated model that are in one optimizer. Its runtime moves the weights."""
 
@@ -401,7 +413,7 @@ class Dedicated(Residency):
             if block.backward is not None or block.calls or block.buffer.awaited:
                 block.forget_graph()
         outdated = runtime.by_rest.keys() & map(id, params)
-        buffers = buffers_along(runtime.order.following, runtime.order.first)
+        buffers = buffers_along(runtime.following, runtime.first)
         runtime.publications.begin(buffers, outdated, runtime.generation)
 
     def updated(self, params: Iterable[Tensor]) -> None:
@@ -422,11 +434,6 @@ class Dedicated(Residency):
 
     def loads(self) -> list[Sequence[int]]:
         return [self._runtime.plan.solution.loads_ns]
-
-    def repeated(self) -> list[str]:
-        if self._runtime.comm.topology.tensor == 1:
-            return []
-        return [m.fqn for m in self._runtime.matrices() if any(part.parcel is None for part in m.mine)]
 
     def shared(self) -> list[Sharing]:
         comm, matrices = self._runtime.comm, list(self._runtime.matrices())

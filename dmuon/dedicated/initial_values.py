@@ -5,7 +5,6 @@ Of the latter the first rank initializes some modules at a time, and each rank k
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -139,7 +138,6 @@ def values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) 
         share_random_state(mesh)
     last = {id(tensor): module for _, module in waiting for _, _, tensor in _waiting(module)}
     given: dict[int, Tensor] = {}  # on the first rank, until all modules that hold a tensor are initialized
-    untouched: list[str] = []
 
     def ending(named: tuple[str, nn.Module]) -> int:
         """Bytes of the tensors that ``last`` has the module for."""
@@ -151,20 +149,13 @@ def values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) 
         def work(some: Sequence[tuple[str, nn.Module]] = some) -> None:
             if comm.position == 0:
                 for name, module in some:
-                    untouched.extend(_initialize(module, name, initialize, given, comm.device))
+                    _initialize(module, name, initialize, given, comm.device)
 
         run_awaited(comm.group, comm.device, f"initializing {some[0][0] or 'the model'!r} and what follows", work)
         sources = [local_tensor(given.get(key, tensor)) for key, tensor in complete.items()]
         yield from zip(complete.values(), from_first_rank(sources, comm, "broadcast of initial values"), strict=True)
         for key in complete:
             given.pop(key, None)
-    if untouched:
-        more = f" and {len(untouched) - _NAMED} more" if len(untouched) > _NAMED else ""
-        warnings.warn(
-            f"initializing the model left {', '.join(map(repr, untouched[:_NAMED]))}{more} without values; what is not "
-            "loaded from a checkpoint is NaN (integers: their largest)",
-            stacklevel=2,
-        )
 
 
 def replacement(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
@@ -201,8 +192,8 @@ def _waiting(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Ten
 
 def _initialize(
     module: nn.Module, name: str, initialize: Initialize | None, given: dict[int, Tensor], device: torch.device
-) -> list[str]:
-    """Give values to what ``module`` itself holds; returns the names of what got none.
+) -> None:
+    """Give values to what ``module`` itself holds.
 
     Args:
         given: by the ``id`` of what is on the meta device, what takes its place until it has been sent.
@@ -230,8 +221,6 @@ def _initialize(
     finally:
         for store, key, tensor in held:
             store[key] = tensor
-    prefix = f"{canonical_fqn(name)}." if name else ""
-    return [f"{prefix}{key}" for _, key, tensor in held if _is_blank(local_tensor(given[id(tensor)]))]
 
 
 class _NothingIsLost(TorchDispatchMode):
@@ -248,23 +237,11 @@ class _NothingIsLost(TorchDispatchMode):
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+    """What takes the place of ``tensor``, without values: NaN, or the largest integer."""
+    dtype, filling = tensor.dtype, float("nan")
+    if not (dtype.is_floating_point or dtype.is_complex):
+        filling = 1 if dtype == torch.bool else torch.iinfo(dtype).max
     with torch.no_grad():
         blank = torch.empty_like(tensor, device=device)
-        local_tensor(blank).fill_(_filling(tensor.dtype))
+        local_tensor(blank).fill_(filling)
     return nn.Parameter(blank, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
-
-
-def _filling(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _is_blank(tensor: Tensor) -> bool:
-    if tensor.numel() == 0 or tensor.dtype == torch.bool:
-        return False
-    return bool(
-        (
-            tensor.isnan() if tensor.is_floating_point() or tensor.is_complex() else tensor == _filling(tensor.dtype)
-        ).all()
-    )

@@ -45,7 +45,8 @@ _WRAPPERS: dict[type, str] = {
 
 _REPLICATE = "torch.distributed._composable.replicate"  # the module of DDP's composable form and of its classes
 
-Seat = tuple[str, list[GlobalRank]]  # the host of a process, and the ranks that tensor parallelism splits it over
+# The host of a process, the ranks that tensor parallelism splits it over, and what it is to do by earlier plans.
+Seat = tuple[str, list[GlobalRank], int]
 
 
 @dataclass(frozen=True, slots=True)

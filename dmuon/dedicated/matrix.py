@@ -381,4 +381,4 @@ def _owner(planned: Position, comm: Comm) -> tuple[Position, Coordinate, Positio
     """The data-parallel rank that keeps this tensor-parallel rank's part, its place, and the tensor-parallel owner."""
     at = comm.topology.coordinates[planned]
     owner = position_in(comm.ranks, comm.topology.rank_at(at.r, at.s, comm.at.t))
-    return owner, comm.coordinate(owner), Position(at.t)
+    return owner, comm.topology.of(comm.ranks[owner]), Position(at.t)

@@ -1,9 +1,9 @@
-"""Operations on tensors of which some are owned: on what this rank holds, and numbers that all ranks have together.
+"""Operations on tensors of which some are owned: on what this rank holds, and norms that all ranks have together.
 
 Elementwise, the parts of the results are the results of the parts, whatever else is in the list. Nothing travels.
 
-A norm, or another number of an owned tensor, is collective: one collective for all of a list that lie alike. Torch's
-clipping asks for the norms of lists. A rank without elements takes part, since it holds a placeholder.
+A norm of an owned tensor is collective: one collective for all of a list that lie alike. Torch's clipping asks for the
+norms of lists. A rank without elements takes part, since it holds a placeholder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from dmuon.comm.norm import Order, all_reduce, local_terms, norms_of, reduce_terms
+from dmuon.comm.norm import all_reduce, local_terms, norms_of, reduce_terms
 from dmuon.platform.torch_private import local_tensor, without_torch_function
 
 # -- elementwise operations on lists ---------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def _beside(first: Sequence[Tensor], argument: Any) -> list[tuple[Tensor, Tensor
     return []
 
 
-# -- norms and other numbers -----------------------------------------------------------------------------------------
+# -- norms -----------------------------------------------------------------------------------------------------------
 
 
 class WholeNorm(Tensor):
@@ -223,37 +223,6 @@ def _number(value: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of a number of ``tensor``: views of one tensor may not be results of several functions."""
     number = value.to(local_tensor(tensor).device, dtype, copy=True)
     return number.as_subclass(WholeNorm) if isinstance(tensor, DTensor) else number
-
-
-NUMBERS = ("all", "amax", "amin", "any", "max", "mean", "min", "sum")  # that answer_number() finds
-
-
-def answer_number(name: str, args: Sequence[Any], kwargs: dict[str, Any], refuse: Callable[[str], Exception]) -> Tensor:
-    """What a reduction of all of an owned tensor to one number returns. Collective.
-
-    Args:
-        name: one of ``NUMBERS``.
-        refuse: makes the exception of what is not available.
-    """
-    tensor = args[0]
-    dtype = kwargs.get("dtype")
-    if [*filter(None, args[1:])] or any(value for option, value in kwargs.items() if option != "dtype"):
-        raise refuse(f"{name}() over some dimensions")
-    local = local_tensor(tensor).double()
-    if name in ("sum", "mean"):
-        order: Order = "sum"
-        term, factor = local.sum(), 1.0 / tensor.numel() if name == "mean" else 1.0
-    else:
-        order, factor = "max", -1.0 if name in ("all", "amin", "min") else 1.0
-        term = (local * factor).amax() if local.numel() else local.new_full((), -math.inf)
-    if name in ("all", "any"):
-        dtype = torch.bool
-    elif dtype is None and order == "sum" and not tensor.dtype.is_floating_point:
-        dtype = torch.int64
-    term = term.view(1)
-    for group in split_over(tensor):
-        reduce_terms(term, order, group)
-    return _number(term[0] * factor, tensor, dtype or tensor.dtype)
 
 
 def check_and_unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -24,9 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dmuon.dedicated.owned_operations import (
-    NUMBERS,
     answer_norm,
-    answer_number,
     check_and_unscale,
     number_of,
     run_on_parts,
@@ -79,7 +77,13 @@ _CONVERSION_REMEDY = (
     "convert and move the model before dedicate_params, and for another dtype in forward and backward pass "
     f"mp_policy=MixedPrecisionPolicy(param_dtype=…); {_FRAMEWORKS}"
 )
-_REMEDIES = {**dict.fromkeys(_CONVERSIONS, _CONVERSION_REMEDY), "view": _WRAPPER_REMEDY}  # DDP flattens parameters
+_NUMBERS = ("all", "amax", "amin", "any", "max", "mean", "min", "sum")
+_NUMBER_REMEDY = f"take norm(), which all ranks have together, and is not finite where an element is not; or {_REMEDY}"
+_REMEDIES = {
+    **dict.fromkeys(_CONVERSIONS, _CONVERSION_REMEDY),
+    **dict.fromkeys(_NUMBERS, _NUMBER_REMEDY),
+    "view": _WRAPPER_REMEDY,  # DDP flattens parameters
+}
 
 
 class Keeper(Protocol):
@@ -160,8 +164,6 @@ class OwnedTensor(SavedInBoxes, DTensor):
         owned = [t for t in flat if isinstance(t, OwnedTensor)]
         if name in _NORMS:
             return answer_norm(args, kwargs or {}, owned[0]._unavailable)
-        if name in NUMBERS:
-            return answer_number(name, args, kwargs or {}, owned[0]._unavailable)
         if name == _UNSCALE:
             return check_and_unscale(func, *args)
         if name not in owned[0].allowed:

@@ -127,7 +127,7 @@ class ManagedModules:
 class _Bucket:
     """The gradients of ``params`` on their way."""
 
-    def __init__(self, params: Sequence[nn.Parameter], comm: Comm, group: dist.ProcessGroup) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], comm: Comm) -> None:
         self._origin = Origin(comm.device)
         with torch.no_grad():
             locals_ = [local_tensor(param) for param in params]
@@ -145,7 +145,7 @@ class _Bucket:
         with comm.reduce_stream.beside():
             what = f"average of {len(params)} replicated gradients, {sum(p.numel() for p in params)} elements"
             self._pending: Pending = comm.monitor.start(
-                "average", what, lambda: [dist.all_reduce(flat, op, group=group, async_op=True)]
+                "average", what, lambda: [dist.all_reduce(flat, op, group=comm.averages, async_op=True)]
             )
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -168,7 +168,7 @@ class GradAverager:
 
     What is averaged is what all ranks have agreed on. A parameter that a forward finds for the first time, or that is
     trained again, is averaged behind the vote of the next backward, which compares what the ranks have found; one that
-    is gone or frozen takes part, with zeros, until then. The process group is made then too.
+    is gone or frozen takes part, with zeros, until then.
 
     A gradient accumulates without a second tensor: the average of ``previous average + new gradient`` is right, because
     the previous average is the same on all ranks.
@@ -201,7 +201,6 @@ class GradAverager:
         self._others: dict[int, Tensor] = {id(form): form for matrix in owned for form in (matrix.rest, matrix.full)}
         self._comm = comm
         self._managed = managed
-        self._group = comm.averages
         self._on_gradient = on_gradient
         self.changed = False
         self._buckets: list[list[nn.Parameter]] = []
@@ -289,7 +288,7 @@ class GradAverager:
         sums = torch.stack([value.sum(dtype=torch.int64) for value in values])
         both = torch.cat([sums, -sums])
         with self._comm.monitor.watch(f"comparison of {len(params)} replicated parameters"):
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=self._made_group())
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self._comm.averages)
         greatest, negated_least = both.chunk(2)
         differ = (greatest != -negated_least).tolist()
         names = [self.names[id(param)] for param, other in zip(params, differ, strict=True) if other]
@@ -338,13 +337,8 @@ class GradAverager:
             origin.join()
         if not self._buckets:
             return []
-        launched = [_Bucket(params, self._comm, self._made_group()) for params in self._buckets]
+        launched = [_Bucket(params, self._comm) for params in self._buckets]
         return [item for bucket in launched for item in bucket.finish()]
-
-    def _made_group(self) -> dist.ProcessGroup:
-        if self._group is None:
-            self._group = self._comm.average_group()
-        return self._group
 
     def reset(self) -> None:
         """Forget a backward that did not finish."""

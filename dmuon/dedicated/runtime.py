@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
 from dmuon.dedicated.block import (
     Block,
-    ExecutionOrder,
     OrderCheck,
     Phase,
     SavedTensors,
@@ -76,6 +75,9 @@ class Runtime:
         by_rest: the matrices, by the ``id`` of their resting forms.
         backwards: that have come to a block and not ended yet.
         strangers: ranks of a model around this one that hold other matrices by these names, and not these.
+        first: block of the last forward; until one has run, of the model.
+        following: what ran after a block in the last forward, and so what to fetch next, and to publish first; until
+            one has run, what follows it in the model.
         was_entered: a backward came through a block that trains, since the last step or clearing of gradients.
     """
 
@@ -96,12 +98,15 @@ class Runtime:
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.strangers: tuple[GlobalRank, ...] = ()
         self.was_entered = False
-        self.order = ExecutionOrder(self.blocks)
+        self.first = self.blocks[0] if self.blocks else None
+        self.following = dict(pairwise(self.blocks))
+        self._preceding: dict[Block, Block] = {}  # in forward; it comes after the other one in backward
+        self._last: Block | None = None  # that ran in the present pass
         self.managed = ManagedModules(roots, self.blocks)
         self.gradients = Gradients(
             comm, list(self.matrices()), self.managed, weakref.WeakMethod(self._replicated_gradient_arrived)
         )
-        self.order_check = OrderCheck(comm, is_list="" not in roots)
+        self.order_check = OrderCheck(comm)
         of_module: dict[int, list[Block]] = {}  # one for each dtype
         for block in self.blocks:
             of_module.setdefault(id(block.module), []).append(block)
@@ -277,7 +282,7 @@ class Runtime:
 
     def _begin_pass(self) -> None:
         """No block is at work yet, unless a Ctrl-C has ended the last pass, of which torch tells no forward hook."""
-        self.order.last = None  # the next block that runs follows no other
+        self._last = None  # the next block that runs follows no other
         for block in self.blocks:
             if block.phase is Phase.FORWARD and current_backward() is None:
                 block.abandon()
@@ -297,21 +302,21 @@ class Runtime:
             recomputes = current_backward() is not None
             if self.backwards and not recomputes:
                 self.recover()
-            begins = not (recomputes or self._has_root) and self.order.first is block
-            if begins or not self.gradients.averager.looked:
-                self._prepare()
+            begins = not (recomputes or self._has_root) and self.first is block
+            if trains and (begins or not self.gradients.averager.looked):
+                self.gradients.averager.look()  # where a pass begins without a root, as far as the model has it now
             if begins:
                 self._begin_pass()
             if not (recomputes or trains):
                 self.order_check.run(block)
-            last, self.order.last = self.order.last, block
+            last, self._last = self._last, block
             if last is None and not recomputes:
-                self.order.first = block
+                self.first = block
             elif last is not None and last is not block:
-                self.order.following[last] = block
-                self.order.preceding[block] = last
+                self.following[last] = block
+                self._preceding[block] = last
             # A recomputation goes backward from this block: what comes next in forward is not needed.
-            self._unshard(block, Phase.FORWARD, {} if recomputes else self.order.following)
+            self._unshard(block, Phase.FORWARD, {} if recomputes else self.following)
             if trains:
                 # Without a boundary, where no input needs a gradient, the end of the backward releases the block.
                 given = (args, *kwargs.values())
@@ -347,7 +352,7 @@ class Runtime:
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                     returned.append(leaf)
                     devices.add(leaf.device)
-        self._reshard(block, self.order.following.get(block))
+        self._reshard(block, self.following.get(block))
         if error is not None or not trains:
             return None
         if returned:
@@ -361,13 +366,6 @@ class Runtime:
             tensor.register_hook(hook)
         return None
 
-    def _prepare(self) -> None:
-        """Where a pass begins without a root: average what nobody shards, as far as the model has it now."""
-        if not self._has_root:
-            self.order_check.compare_places()
-        if torch.is_grad_enabled():
-            self.gradients.averager.look()
-
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _pre_backward(self, block: Block, generation: int, _grad: Tensor | None = None) -> None:
@@ -376,8 +374,8 @@ class Runtime:
         self._join_backward(block, generation)
         for matrix in block.matrices:
             self.was_entered = self.was_entered or matrix.rest.requires_grad
-        self.order.last = None  # the next block that runs follows no other
-        self._unshard(block, Phase.BACKWARD, self.order.preceding)
+        self._last = None  # the next block that runs follows no other
+        self._unshard(block, Phase.BACKWARD, self._preceding)
 
     def _enter_by_saved(self, block: Block, generation: int) -> None:
         """The graph asks back what a forward of ``block`` has saved, and the block is not at work."""
@@ -428,7 +426,7 @@ class Runtime:
         """All gradients of ``block`` are there: reduce them, together with those of its neighbours in the buffer."""
         buffer = block.buffer
         if block.phase is Phase.BACKWARD:
-            before = self.order.preceding.get(block)
+            before = self._preceding.get(block)
             if self.gradients.origins:  # what made them has read the weights, whose memory may be freed now
                 self.gradients.join(block.matrices)
             self._reshard(block, before if before is not None and before.name in before.buffer.awaited else None)

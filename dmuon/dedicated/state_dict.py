@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,21 +12,21 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dmuon.comm.agreement import Difference, differences
+from dmuon.comm.agreement import differences
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.owned_state import OwnedState, in_parts, lies_as, own_part, state_of, warn_of_parts
+from dmuon.dedicated.owned_state import OwnedState, lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime
-from dmuon.layout.topology import GlobalRank, listed
+from dmuon.layout.topology import listed
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.log import logger
-from dmuon.platform.torch_private import DTensorSpec, local_tensor
 
 _log = logger(__name__)
 _Matrices = dict[str, OwnedMatrix]  # of one module, by attribute
-_ABSENT, _UNFIT = "absent", "unfit"  # kinds of values, beside those of describe()
+# Kinds of values, beside those of describe().
+_ABSENT = "missing"
+_UNFIT = "not a dense tensor of its shape, or the rows of another rank, which alone wrote them to a file"
 _NEEDED, _TOO_MANY = "needed: ", "too many: "  # how names begin of what ranks compare
 
 
@@ -48,18 +48,11 @@ def hook_state_dicts(roots: Sequence[nn.Module], runtime: Runtime) -> None:
     for module, matrices in by_module.items():
         module.register_state_dict_post_hook(partial(saving.convert, matrices))
         module.register_load_state_dict_pre_hook(partial(loading.convert, matrices))
-    for root in roots:
-        root.register_state_dict_post_hook(partial(saving.end))  # torch writes on what it is given
-
-
-def is_dense(value: Any) -> TypeGuard[Tensor]:
-    """Whether it is a tensor of which every element has its place; of sparse ones some have none."""
-    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def describe(value: Any, param: Tensor) -> str | None:
     """What kind of value a rank has for ``param``, comparable across ranks; None if it cannot be loaded."""
-    if not is_dense(value) or value.shape != param.shape:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.shape != param.shape:
         return None
     # Nobody pickled what shares its mesh with the parameter; to ask each mesh would take longer than all the rest.
     is_own = isinstance(value, DTensor) and isinstance(param, DTensor) and value.device_mesh is param.device_mesh
@@ -107,10 +100,6 @@ class _Saving:
             self.runtime.at_rest("state_dict()", summoned=True)
         for name, matrix in resting.items():
             state_dict[prefix + name] = state_of(matrix.master, matrix, matrix.fqn)
-
-    def end(self, _model: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        """What FSDP2 shards beside owned matrices is no more the whole than they are."""
-        mark_shards(state_dict, prefix)
 
 
 class _Loading:
@@ -164,7 +153,7 @@ class _Loading:
                 continue
             value = state_dict[key]
             if describe(value, matrix.rest) is None:
-                errors.append(f"{key}: {_unfit(self.runtime.comm.topology.ranks[0], matrix)}")
+                errors.append(f"{key} is {_UNFIT}; the model has shape {tuple(matrix.shape)}")
                 del state_dict[key]
                 continue
             with torch.no_grad():
@@ -215,11 +204,12 @@ class _Loading:
         # A key too many is no fault of a load that is not strict, and may not hide one.
         found = differences(self.runtime.comm.control, error, told, (_NEEDED,))
         first = self.runtime.comm.topology.ranks[0]
-        faults = {
-            one.name: _told(one, first, owned.get(one.name.removeprefix(_NEEDED)))
-            for one in found
-            if one.name.startswith(_NEEDED)
-        }
+        faults: dict[str, str] = {}
+        for one in found:
+            if one.name.startswith(_NEEDED):
+                of_first, value = ("as it should be" if said is None else said for said in (one.first, one.value))
+                key = one.name.removeprefix(_NEEDED)
+                faults[key] = f"{key} is {of_first} on rank {first} and {value} on rank {one.rank}"
         if faults:
             raise RuntimeError(f"nothing was loaded: ranks were given different values: {'; '.join(faults.values())}")
         return [one.name.removeprefix(_TOO_MANY) for one in found]
@@ -254,89 +244,7 @@ def _misfit(state_dict: Mapping[str, Any], key: str, tensor: Tensor | None) -> s
     return f"{what} of shape {tuple(value.shape)} for {tuple(tensor.shape)}"
 
 
-def _told(one: Difference, first: GlobalRank, matrix: OwnedMatrix | None) -> str:
-    """What is wrong with values that differ."""
-    key, ranks = one.name.removeprefix(_NEEDED), {one.first: first, one.value: one.rank}
-    if _UNFIT in ranks and matrix is not None:
-        return f"{key}: {_unfit(ranks[_UNFIT], matrix)}"
-    if _ABSENT in ranks:
-        return f"{key}: missing on rank {ranks[_ABSENT]} only"
-    if matrix is not None:
-        return f"{key}: some ranks hold a sharded tensor and some a whole one"
-    kind, rank = next((kind, rank) for kind, rank in ranks.items() if kind is not None)
-    return f"size mismatch for {key}: rank {rank} was given {kind}"
-
-
-def _unfit(rank: GlobalRank, matrix: OwnedMatrix) -> str:
-    return (
-        f"rank {rank} holds a value that is not a dense tensor of shape {tuple(matrix.shape)}, or the rows of another "
-        "rank, which alone wrote them to a file"
-    )
-
-
-# -- what FSDP2 shards beside owned matrices ---------------------------------------------------------------------------
-
-_COPIES = ("alias", "clone", "detach", "_to_copy")  # and what `.cpu()` and the like call
-
-
-class StateShard(DTensor):
-    """An ordinary even DTensor that refuses to be written to one file. What is pickled is an ordinary DTensor.
-
-    Attributes:
-        fqn: name of the parameter.
-    """
-
-    fqn: str
-
-    @classmethod
-    def of(cls, local: Tensor, spec: DTensorSpec, fqn: str) -> StateShard:
-        """Around ``local``, whose memory it shares, which lies as ``spec`` says."""
-        shard = cls(local, spec, requires_grad=False)
-        shard.fqn = fqn
-        return shard
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        flat, spec = tree_flatten((list(args), kwargs or {}))
-        twins: dict[int, StateShard] = {}
-        plain = []
-        fqn = ""
-        for leaf in flat:
-            if isinstance(leaf, StateShard):
-                twin = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
-                twins[id(twin)], fqn = leaf, leaf.fqn
-                leaf = twin
-            plain.append(leaf)
-        plain_args, plain_kwargs = tree_unflatten(plain, spec)
-        out = func(*plain_args, **plain_kwargs)
-        if not isinstance(out, DTensor):
-            return out
-        if id(out) in twins:
-            return twins[id(out)]
-        return cls.of(local_tensor(out), out._spec, fqn) if func.overloadpacket.__name__ in _COPIES else out
-
-    def storage(self) -> Any:
-        raise in_parts(self.fqn)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = twin = self.clone()
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        warn_of_parts()
-        return DTensor(local_tensor(self), self._spec, requires_grad=False).__reduce_ex__(protocol)
-
-
 def is_of_another_rank(value: Tensor) -> bool:
     """Whether a DTensor was pickled by another rank: it keeps where that lies in the mesh."""
     at = value.device_mesh.get_coordinate() if isinstance(value, DTensor) else None
     return at is not None and isinstance(value, DTensor) and int(value.device_mesh.mesh[tuple(at)]) != dist.get_rank()
-
-
-def mark_shards(state_dict: dict[str, Any], prefix: str) -> None:
-    """Make a :class:`StateShard` of every DTensor below ``prefix`` that is no parameter itself."""
-    for key, value in state_dict.items():
-        if key.startswith(prefix) and type(value) is DTensor and not isinstance(value, nn.Parameter):
-            state_dict[key] = StateShard.of(local_tensor(value), value._spec, key[len(prefix) :])

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import Position
 from dmuon.platform.streams import HostCopy
 from dmuon.platform.torch_private import local_tensor
@@ -29,16 +27,6 @@ _FLOOR = 1e-5  # norms below that, of the greatest one, are rounding
 _NOT_FINITE = 1e30
 
 Copies = tuple[Position, ...]  # positions in the domain of the ranks that have the same part, one of each copy
-
-
-@lru_cache(maxsize=256)
-def lines_of(layout: ShardLayout) -> tuple[Copies, ...]:
-    """The ranks that have the same part of a tensor, for each part of which there are copies."""
-    holders: dict[object, list[Position]] = {}
-    for i, piece in enumerate(layout.pieces):
-        if piece.numel:
-            holders.setdefault(piece, []).append(Position(i))
-    return tuple(tuple(line) for line in holders.values() if len(line) > 1)
 
 
 class CopiesVote:

@@ -19,17 +19,19 @@ from dmuon.comm.domain import Domain, connect_copies, make_domain
 from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
-from dmuon.exchanged.copies_vote import Copies, CopiesVote, lines_of
+from dmuon.exchanged.copies_vote import Copies, CopiesVote
 from dmuon.exchanged.generators import ByLayout, default_config, recipe_of
 from dmuon.exchanged.layouts import Layouts, lay_out, owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
-from dmuon.layout.matrices import Region, Spread, Strategy, numbered, stack_shape
+from dmuon.layout.matrices import Region, Spread, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_replicated, ranks_of_mesh
 from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of, spec_of
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
+from dmuon.step.full_replication import FullReplicationRound
+from dmuon.step.fused import FusedRound
 from dmuon.step.replicated import ReplicatedRound
 from dmuon.step.residency import Options, Residency, Sharing, layouts_and_gradients, memberships
 from dmuon.step.rounds import ExchangedRound, Round, exchanged_rounds, longest_first
@@ -40,6 +42,8 @@ _KINDS: Mapping[Strategy, type[ExchangedRound]] = {
     "owner": ExchangedRound,
     "replicated": ReplicatedRound,
     "sharded": ShardedRound,
+    "full_replication": FullReplicationRound,
+    "fused": FusedRound,
 }
 
 
@@ -52,6 +56,7 @@ def exchange_for(
     last: Exchange | None,
     ns: NsOptions,
     strategies: Mapping[int, Strategy | Literal["auto"]],
+    start_ns: int,
 ) -> Exchange | None:
     """How an optimizer exchanges ``params``; None if every parameter is local to one rank. Collective.
 
@@ -63,6 +68,7 @@ def exchange_for(
         last: the same optimizer's before, whose process groups, and plans that still fit, are used again.
         ns: how it orthogonalizes.
         strategies: by ``id``, of those parameters that have not just owners.
+        start_ns: what this rank is predicted to take for what is not exchanged.
 
     Raises:
         ValueError: strategies beside a user's own functions.
@@ -93,7 +99,7 @@ def exchange_for(
     first = FirstError(refused, through=(CollectiveError,))
     with first:  # ranks that share other matrices with this one must hear of whatever is raised
         if layouts is not None and assigned is recipe:
-            layouts = state[LAYOUTS] = plan(layouts, old, ns)
+            layouts = state[LAYOUTS] = plan(layouts, old, ns, start_ns)
             state["assignments"] = planned_owners(layouts, this_rank())
             owners = tuple(state["assignments"].values())
         elif params:
@@ -193,6 +199,7 @@ class _Ballot:
         ids: of the parameters that its ranks share.
         groups: numbers of those whose options are compared.
         copies: of which gradients are compared.
+        keeping: rounds that keep momentum of whole matrices.
     """
 
     def __init__(self, domain: Domain, ids: list[int]) -> None:
@@ -200,6 +207,11 @@ class _Ballot:
         self.ids = ids
         self.groups: list[int] = []
         self.copies = CopiesVote(domain.position, {})
+        self.keeping: list[FullReplicationRound] = []
+
+    def lacking(self, edited: bool) -> list[bool]:
+        """Whether momentum must be gathered for those that keep it; nothing where none does."""
+        return [edited or any(one.momenta is None for one in self.keeping)] if self.keeping else []
 
 
 @dataclass(eq=False, repr=False)
@@ -214,6 +226,7 @@ class Exchange(Residency):
         domains: ranks that share parameters with this one, and which.
         known: what generated functions know of the parameters, whose groups the next assignment uses again.
         copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
+        edited: momentum of this rank was changed since its last step: what others keep of it is gathered again.
     """
 
     config: DistributedConfig
@@ -226,6 +239,7 @@ class Exchange(Residency):
     copies: Mapping[int, dist.ProcessGroup]
 
     def __post_init__(self) -> None:
+        self.edited = False
         self._laid_out, _ = layouts_and_gradients(self.params)
         self._rank = this_rank()
         self._options: weakref.WeakMethod[Options] | None = None
@@ -235,6 +249,11 @@ class Exchange(Residency):
     @property
     def prefetch(self) -> int:
         return self.config.prefetch_count
+
+    @property
+    def keeps_momentum(self) -> bool:
+        """Whether this rank keeps momentum of matrices of which state shows a part."""
+        return any(ballot.keeping for ballot in self._ballots)
 
     @abstractmethod
     def alone(self) -> list[Tensor]:
@@ -264,8 +283,9 @@ class Exchange(Residency):
             copies: dict[Copies, list[Tensor]] = {}
             for param in (param for params in shared for param in params):
                 one = placed.get(id(param)) or self._placed(param)
-                for line in () if one is None or one.ranks != domain.ranks else lines_of(one.layout):
-                    copies.setdefault(line, []).append(param)
+                if one is not None and one.ranks == domain.ranks and max(one.layout.replicas):
+                    for line in spread_over_all(one.layout).lines:
+                        copies.setdefault(line, []).append(param)
             ballot.copies = CopiesVote(domain.position, copies)
 
     def _placed(self, param: Tensor) -> ParameterLayout | None:
@@ -315,7 +335,7 @@ class Exchange(Residency):
                 said = copies.numbers() if said else said
             except Exception as error:
                 fault = fault or error
-            flags = [*map(present.__contains__, ids), *said]
+            flags = [*map(present.__contains__, ids), *said, *ballot.lacking(self.edited)]
             try:
                 faulty = None if fault is None else self._rank
                 with domain.vote_stream.alone():
@@ -325,6 +345,9 @@ class Exchange(Residency):
                     raise self._refusal(domain, changed, result)
                 if said and not changed and result.faulty is None:
                     self._check_copies(domain, copies, result.flags[len(ids) :])
+                if ballot.keeping and result.flags[-1]:
+                    for round_ in ballot.keeping:
+                        round_.momenta = None
             except Exception as error:
                 fault = fault or error
                 continue
@@ -395,6 +418,7 @@ class LayoutExchange(Exchange):
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
         options = self.layouts.recipe.options
+        ballots = {id(ballot.domain): ballot for ballot in self._ballots}
         rounds: list[Round] = []
         for index, of_group in enumerate(batches):
             for round_ in exchanged_rounds(
@@ -407,6 +431,8 @@ class LayoutExchange(Exchange):
                 kinds=_KINDS,
             ):
                 rounds.append(round_)
+                if isinstance(round_, FullReplicationRound):
+                    ballots[id(round_.domain)].keeping.append(round_)
                 if round_.exchanged:  # the first vote compares it
                     round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.prefetch}")
         return rounds
@@ -421,20 +447,10 @@ class LayoutExchange(Exchange):
                 first, last = task.numbers[0], task.numbers[-1]
                 name += f"[{first}]" if first == last else f"[{first}…{last}]"
             strategy = shared.parcel.strategy
-            owner = ranks[shared.parcel.owner] if strategy == "owner" else None
+            owner = ranks[shared.parcel.owner] if shared.parcel.has_owner else None
             row = _row(task.param, name, task.shape, "plain tensors", ranks, owner)
             rows.append(replace(row, count=task.count, strategy=strategy))
         return rows
-
-    def repeated(self) -> list[str]:
-        names = {id(param): name for param, name in zip(self.params, self.names, strict=True)}
-        ranks = [set(domain.ranks) for domain, _ in self.domains]
-        placed = zip(self.params, self.layouts.placed, strict=True)
-        return [
-            names[id(param)]
-            for param, one in placed
-            if one is not None and isinstance(param, DTensor) and any(set(one.whole.ranks) < other for other in ranks)
-        ]
 
     def shared(self) -> list[Sharing]:
         """Also what one rank has whole of a stack that several hold."""

@@ -27,11 +27,13 @@ from dmuon.comm.process_groups import this_rank
 from dmuon.exchanged.config import LayoutOptions, LayoutRecipe
 from dmuon.layout.matrices import Parcel, Region, Share, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import (
+    Cuts,
     ParameterLayout,
     part_among_holders,
     place,
     place_by_itself,
     place_replicated,
+    place_shards,
 )
 from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed, position_in
@@ -142,7 +144,7 @@ def lay_out(
     if recipe.grid is None:
         placed, fault = _placed_alone(recipe, params, names)
     elif len(recipe.grid.ranks) == 1:
-        placed = place(params, names, recipe.grid, this_rank(), recipe.shard_dims, lambda item: [item])
+        placed, _ = place(params, names, recipe.grid, this_rank(), recipe.shard_dims)  # of one rank nothing is cut
     else:
         whole = None if last is None else last.whole
         if whole is None or whole.ranks != tuple(sorted(recipe.grid.ranks)):
@@ -221,34 +223,22 @@ def _placed_on_grid(
 ) -> list[ParameterLayout | None]:
     """Where the parameters lie in ``grid``. All ranks of it go on from here, or raise.
 
-    They agree twice, whatever each of them finds: on the shapes of plain parameters that are cut, and on what shares.
+    They agree twice, whatever each of them finds: on the shapes of plain parameters that are cut, and on who shares.
     """
-    cut: list[list[tuple[str, tuple[int, ...]]]] = []  # of each rank of ``whole``, once they have agreed
-    asked = False
-
-    def share(item: object) -> list[object]:
-        nonlocal asked
-        asked = True
-        cut.extend(agree(whole.group, None, item))
-        return [cut[whole.ranks.index(rank)] for rank in grid.ranks]
-
     placed: list[ParameterLayout | None] = []
+    cut: dict[int, Cuts] = {}
     fault: Exception | None = None
     try:
-        placed = place(params, names, grid, this_rank(), recipe.shard_dims, share)
+        placed, cut = place(params, names, grid, this_rank(), recipe.shard_dims)
     except Exception as error:  # whatever a user's shard_dims raises
-        if asked and not cut:
-            raise  # all ranks do
         fault = error
-    if not asked:
-        cut.extend(agree(whole.group, fault, []))
-        rank = next((rank for rank, items in zip(whole.ranks, cut, strict=True) if items), None)
-        if rank is not None:
-            names = [name for name, _ in cut[whole.ranks.index(rank)]]
-            fault = ValueError(
-                f"rank {rank} has sharded parameters {names} and rank {whole.ranks[whole.position]} has none; give all "
-                "ranks of the process groups the same parameters in one order, and the same shard_dims"
-            )
+    told = agree(whole.group, fault, [(names[i], tuple(params[i].shape)) for i in cut])
+    try:
+        shapes = [told[whole.ranks.index(rank)] for rank in grid.ranks]
+        for i, layout in place_shards(cut, shapes, grid, this_rank()).items():
+            placed[i] = layout
+    except ValueError as error:
+        fault = error
     shared = {one.ranks for one in placed if one is not None and len(one.ranks) > 1}
     _require_shared_alike(whole.ranks, agree(whole.group, fault, shared))
     return placed
@@ -292,19 +282,22 @@ def _described_pieces(layout: ShardLayout) -> str:
 # -- who owns what --------------------------------------------------------------------------------------------------
 
 
-def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = None) -> Layouts:
+def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = None, start_ns: int = 0) -> Layouts:
     """``layouts`` with plans of who owns what. Collective over the ranks that share parameters.
+
+    Domains of few ranks are planned first: those of many level what these leave uneven.
 
     Args:
         last: of the same optimizer before. Ranks that share the same matrices as then keep their plan: they agree on
             the matrices, and so on this as well.
         ns: the Newton–Schulz run that costs are of; None: the default one.
+        start_ns: what this rank is predicted to take for what is not exchanged.
     """
     options = layouts.recipe.options
     plans: dict[Ranks, OwnerPlan] = {}
     choices: dict[str, Choice] = {}
     first = FirstError(through=(CollectiveError,))
-    for ranks, domain in layouts.domains.items():
+    for ranks, domain in sorted(layouts.domains.items(), key=lambda item: (len(item[0]), item[0])):
         matrices, pools = shared_matrices(layouts, ranks)
         if not matrices:
             continue
@@ -313,14 +306,16 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
             _log.debug("ranks %s share the same matrices as before, and keep their plan", ranks)
             plans[ranks] = old
             choices |= {m.name: last.choices[m.name] for m in matrices if last is not None and m.name in last.choices}
+            start_ns += _predicted_ns(matrices, choices, old, domain.position)
             continue
         with first:  # the ranks of the next domains wait for this one
             per_byte = _NOMINAL_NS_PER_BYTE if options.costs == "flops" else link_ns_per_byte(domain)
-            plans[ranks] = _planned(domain, matrices, pools, options, per_byte, ns)
+            plans[ranks] = _planned(domain, matrices, pools, options, per_byte, ns, start_ns)
             if pools is None and "auto" in layouts.strategies:
-                chosen, rest = _chosen(layouts, domain, matrices, plans.pop(ranks), per_byte, ns)
+                chosen, rest = _chosen(layouts, domain, matrices, plans.pop(ranks), per_byte, ns, start_ns)
                 choices |= chosen
                 plans |= {} if rest is None else {ranks: rest}
+            start_ns += _predicted_ns(matrices, choices, plans.get(ranks), domain.position)
             if domain.position == 0 and ranks in plans:
                 _tell(plans[ranks], ranks)
     first.throw()
@@ -330,6 +325,15 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
     return replace(layouts, plans=plans, strategies=tuple(strategies), choices=choices)
 
 
+def _predicted_ns(
+    matrices: Sequence[Matrix], choices: Mapping[str, Choice], plan: OwnerPlan | None, position: Position
+) -> int:
+    """What one rank takes for its share of ``matrices``, of which ``plan`` has those that are left to owners."""
+    chosen = [choices[matrix.name].predicted_ns for matrix in matrices if matrix.name in choices]
+    owned = 0 if plan is None or len(chosen) == len(matrices) else plan.solution.loads_ns[position]
+    return owned + round(sum(chosen))
+
+
 def _chosen(
     layouts: Layouts,
     domain: Domain,
@@ -337,6 +341,7 @@ def _chosen(
     plan: OwnerPlan,
     per_byte: float,
     ns: NsOptions | None,
+    start_ns: int,
 ) -> tuple[dict[str, Choice], OwnerPlan | None]:
     """What is better not left to owners, of parameters of strategy ``"auto"``, and the plan of the rest, if any."""
     options = layouts.recipe.options
@@ -353,7 +358,7 @@ def _chosen(
     whole = {matrix.name for matrix in of_auto if matrix.name in auto}
 
     def replan(some: Sequence[Matrix]) -> OwnerPlan:
-        return _planned(domain, some, None, options, per_byte, ns)
+        return _planned(domain, some, None, options, per_byte, ns, start_ns)
 
     return choose(matrices, whole, small, plan, replan, link, domain.device, ns or NsOptions())
 
@@ -376,7 +381,7 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
     pools: list[set[str]] = [{""} for _ in ranks]
     columns = zip(layouts.params, layouts.labels, layouts.placed, layouts.strategies, strict=True)
     for param, label, placed, strategy in columns:
-        if placed is None or placed.ranks != ranks or strategy not in ("owner", "auto"):
+        if placed is None or placed.ranks != ranks or strategy not in ("owner", "auto", "fused"):
             continue
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
             if len(share.holders) == 1:
@@ -398,9 +403,10 @@ def _planned(
     options: LayoutOptions,
     per_byte: float,
     ns: NsOptions | None,
+    start_ns: int,
 ) -> OwnerPlan:
-    said: list[tuple[str, Speeds]] = agree(domain.group, None, (gethostname(), options.ranks))
-    other = next((rank for rank, (_, ranks) in zip(domain.ranks, said, strict=True) if ranks != said[0][1]), None)
+    said: list[tuple[str, Speeds, int]] = agree(domain.group, None, (gethostname(), options.ranks, start_ns))
+    other = next((rank for rank, (_, ranks, _) in zip(domain.ranks, said, strict=True) if ranks != said[0][1]), None)
     if other is not None:
         raise ValueError(
             f"rank {other} was given ranks={said[position_in(domain.ranks, other)][1]!r}, and rank {domain.ranks[0]} "
@@ -412,7 +418,8 @@ def _planned(
         domain.device,
         costs=options.costs,
         solve=options.solve,
-        hosts=[host for host, _ in said],
+        hosts=[host for host, _, _ in said],
+        starts=[start for _, _, start in said],
         pools=pools,
         ns_per_byte=per_byte,
         ranks=options.ranks,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,74 +30,43 @@ from dmuon.step.rounds import Round, Step
 from dmuon.step.update import Done, apply, fold, numerics_of, orthogonalize
 
 
-class Result:
-    """What one call of a user's function comes to, once its communication has finished.
-
-    Attributes:
-        asynchronous: whether the function gave something to wait for.
+def tensor_of(function: str, returned: object) -> Tensor | None:
+    """What a call of a user's function comes to, once its communication has finished; None where it gave none.
 
     Raises:
         TypeError: the function returned something that it must not, by the function's name.
     """
-
-    __slots__ = ("_function", "_pending", "_tensor", "_wait_gives_tensor", "asynchronous")
-
-    def __init__(self, function: str, returned: object) -> None:
-        self._function = function
-        self._tensor: Tensor | None = None
-        self._pending: Waitable | None = None
-        self._wait_gives_tensor = False
-        if isinstance(returned, tuple):
-            self._tensor, self._pending = _tensor_and_work(function, returned)
-        elif isinstance(returned, dist.Work):
+    if isinstance(returned, tuple):
+        tensor, work = returned if len(returned) == 2 else (returned, returned)  # a tuple is neither
+        if not (tensor is None or isinstance(tensor, Tensor)) or not (work is None or isinstance(work, Waitable)):
+            types = ", ".join(type(item).__name__ for item in returned)
+            raise TypeError(f"{function} returned a tuple ({types}): a tuple must be (tensor or None, work or None)")
+        if work is not None:
+            work.wait()
+        return tensor
+    if isinstance(returned, dist.Work):
+        raise TypeError(
+            f"{function} returned a dist.Work alone, which has no tensor to give: return (tensor, work), "
+            "or (None, work) on a rank that receives nothing"
+        )
+    if isinstance(returned, Waitable):  # before Tensor: an asynchronous collective's tensor is both
+        waited = returned.wait()
+        if waited is not None and not isinstance(waited, Tensor):
             raise TypeError(
-                f"{function} returned a dist.Work alone, which has no tensor to give: return (tensor, work), "
-                "or (None, work) on a rank that receives nothing"
+                f"{function} returned a {type(returned).__name__} whose wait() gave {waited!r}, "
+                "not a tensor or None: return (tensor, work) instead"
             )
-        elif isinstance(returned, Waitable):  # before Tensor: an asynchronous collective's tensor is both
-            self._pending = returned
-            self._wait_gives_tensor = True
-        elif returned is None or isinstance(returned, Tensor):
-            self._tensor = returned
-        else:
-            raise TypeError(
-                f"{function} must return a tensor, None, (tensor, work) or an object with wait(), got {returned!r}"
-            )
-        self.asynchronous = self._pending is not None
-
-    def wait(self) -> Tensor | None:
-        """The function's tensor, or None where it gave none; later calls return the same at once.
-
-        Raises:
-            TypeError: the ``wait()`` of what the function returned gave neither a tensor nor None.
-        """
-        if self._pending is not None:
-            waited = self._pending.wait()
-            if self._wait_gives_tensor:
-                if waited is not None and not isinstance(waited, Tensor):
-                    raise TypeError(
-                        f"{self._function} returned a {type(self._pending).__name__} whose wait() gave {waited!r}, "
-                        "not a tensor or None: return (tensor, work) instead"
-                    )
-                self._tensor = waited
-            self._pending = None  # it may hold the buffers of the communication
-        return self._tensor
-
-
-def _tensor_and_work(function: str, pair: tuple[object, ...]) -> tuple[Tensor | None, Waitable | None]:
-    if len(pair) == 2:
-        tensor, work = pair
-        if (tensor is None or isinstance(tensor, Tensor)) and (work is None or isinstance(work, Waitable)):
-            return tensor, work
-    types = ", ".join(type(item).__name__ for item in pair)
-    raise TypeError(f"{function} returned a tuple ({types}): a tuple must be (tensor or None, work or None)")
+        return waited
+    if returned is None or isinstance(returned, Tensor):
+        return returned
+    raise TypeError(f"{function} must return a tensor, None, (tensor, work) or an object with wait(), got {returned!r}")
 
 
 class UserFunctions:
     """Calls the ``gather_fn`` and ``redistribute_fn`` of ``config`` as :class:`DistributedConfig` documents.
 
     ``config.state["rank"]`` must be set by now. What dmuon has set is put back before every call: another optimizer
-    with this configuration sets the same entries.
+    with this configuration sets the same entries. :func:`tensor_of` waits for what a call returns.
 
     Raises:
         TypeError: a function that cannot be called with a tensor, a rank and the state.
@@ -107,39 +75,18 @@ class UserFunctions:
     def __init__(self, config: DistributedConfig) -> None:
         self._state = config.state
         self._entries = {name: config.state[name] for name in OWN_ENTRIES if name in config.state}
-        self._prefetch_count = config.prefetch_count
         self._gather = _documented_call("gather_fn", config.gather_fn, "dst_rank")
         self._redistribute = _documented_call("redistribute_fn", config.redistribute_fn, "src_rank")
-        self._warned = False
 
-    def gather(self, index: int, update: Tensor, owner: GlobalRank) -> Result:
-        """Start assembling parameter ``index`` on rank ``owner`` from every rank's part ``update``.
-
-        Warns once where ``prefetch_count`` cannot hide anything.
-
-        Raises:
-            TypeError: ``gather_fn`` returned something that it must not.
-        """
+    def gather(self, index: int, update: Tensor, owner: GlobalRank) -> object:
+        """Start assembling parameter ``index`` on rank ``owner`` from every rank's part ``update``."""
         self._state |= {**self._entries, "current_param_idx": index}
-        result = Result("gather_fn", self._gather(update, owner, self._state))
-        ahead = self._prefetch_count > 0 and self._state["rank"] == owner
-        if ahead and not result.asynchronous and not self._warned and result.wait() is not None:
-            self._warned = True
-            warnings.warn(
-                f"gather_fn returned a tensor that is ready, here for parameter {index}: "
-                f"prefetch_count={self._prefetch_count} only holds more memory and hides nothing. Return "
-                "(tensor, work) from a collective with async_op=True, or set prefetch_count=0"
-            )
-        return result
+        return self._gather(update, owner, self._state)
 
-    def redistribute(self, index: int, whole: Tensor | None, owner: GlobalRank) -> Result:
-        """Start giving every rank its part of parameter ``index``; ``whole`` is None except on rank ``owner``.
-
-        Raises:
-            TypeError: ``redistribute_fn`` returned something that it must not.
-        """
+    def redistribute(self, index: int, whole: Tensor | None, owner: GlobalRank) -> object:
+        """Start giving every rank its part of parameter ``index``; ``whole`` is None except on rank ``owner``."""
         self._state |= {**self._entries, "current_param_idx": index}
-        return Result("redistribute_fn", self._redistribute(whole, owner, self._state))
+        return self._redistribute(whole, owner, self._state)
 
 
 _Call = Callable[[Tensor | None, int, dict[str, Any]], object]
@@ -155,31 +102,23 @@ def _documented_call(name: str, function: Callable[..., object], rank_name: str)
         signature = inspect.signature(function)
     except ValueError:  # built-in functions need not have one
         return function
-    names = [name for name in (rank_name, "rank") if name in signature.parameters]
-    forms: list[tuple[str | None, str | None]] = []
-    if names and "state" in signature.parameters:
-        forms.append((names[0], "state"))  # whatever their order is
-    forms += [(rank, state) for state in (None, "state") for rank in (None, rank_name, "rank")]
-    for form in forms:
+    names = [one for one in (rank_name, "rank") if {one, "state"} <= signature.parameters.keys()]
+    for keyword in names[:1] or (None, rank_name):  # by their names, whatever their order is
         try:
-            _call(signature.bind, form, None, 0, {})
+            if keyword is None:
+                signature.bind(None, 0, {})
+                return function
+            signature.bind(None, **{keyword: 0, "state": {}})
+            return partial(_call_by_name, function, keyword)
         except TypeError:
             continue
-        return partial(_call, function, form)
     raise TypeError(f"{name} must be callable as {name}(update, {rank_name}, state), its signature is {signature}")
 
 
-def _call(
-    function: Callable[..., object],
-    form: tuple[str | None, str | None],
-    update: Tensor | None,
-    rank: int,
-    state: dict[str, Any],
+def _call_by_name(
+    function: Callable[..., object], keyword: str, update: Tensor | None, rank: int, state: dict[str, Any]
 ) -> object:
-    """Call ``function`` with the rank and the state named as ``form`` says; None is by position."""
-    arguments: tuple[tuple[str | None, object], ...] = ((form[0], rank), (form[1], state))
-    positional = [value for name, value in arguments if name is None]
-    return function(update, *positional, **{name: value for name, value in arguments if name is not None})
+    return function(update, **{keyword: rank, "state": state})
 
 
 def check_gathered(
@@ -289,7 +228,7 @@ class UserRound(Round):
         """Nothing is recorded: what is here of each matrix, only the functions know."""
         group, timer = step.options[self.index], step.timer
         batches = {batch.position: batch for batch in self.batches if batch.ids <= step.present}  # one parameter each
-        results: dict[int, Result] = {}
+        results: dict[int, object] = {}
         for number, batch in batches.items():
             with timer.phase("momentum"):
                 [update] = fold(group, batch, batch.whole, momentum_update)
@@ -324,7 +263,7 @@ class UserRound(Round):
             apply(group, batch, batch.whole[0], update, timer, scale=1.0)
 
     def _wholes(
-        self, batches: Mapping[int, Batch], gathered: dict[int, Result], timer: PhaseTimer
+        self, batches: Mapping[int, Batch], gathered: dict[int, object], timer: PhaseTimer
     ) -> dict[int, Tensor | None]:
         """What has been gathered, by number; None where another rank is the owner."""
         wholes: dict[int, Tensor | None] = {}
@@ -334,7 +273,7 @@ class UserRound(Round):
             known = shape_of(param) if isinstance(param, DTensor) or flat_of(param) else None
             with timer.phase("exchange"):
                 with self._named("gather_fn", number):
-                    whole = gathered.pop(number).wait()
+                    whole = tensor_of("gather_fn", gathered.pop(number))
                 try:
                     gathered_whole = check_gathered(
                         whole,
@@ -353,14 +292,14 @@ class UserRound(Round):
         self._raise(fault, wholes)
         return wholes
 
-    def _parts(self, batches: Mapping[int, Batch], results: dict[int, Result], timer: PhaseTimer) -> dict[int, Tensor]:
+    def _parts(self, batches: Mapping[int, Batch], results: dict[int, object], timer: PhaseTimer) -> dict[int, Tensor]:
         """What has been redistributed, by number."""
         parts: dict[int, Tensor] = {}
         fault: RuntimeError | None = None
         with timer.phase("exchange"):
             for number, batch in batches.items():
                 with self._named("redistribute_fn", number):
-                    part = results.pop(number).wait()
+                    part = tensor_of("redistribute_fn", results.pop(number))
                 shape = tuple(local_tensor(batch.params[0]).shape)
                 try:
                     parts[number] = check_part(part, name=self.names[number], rank=self.rank, local_shape=shape)

@@ -149,35 +149,31 @@ class Spread:
 
     def copy_with(self, holder: Position) -> dict[Position, Piece]:
         """The pieces of the copy that ``holder`` has part in, by first index."""
-        at = self._index[holder]
-        copy = self.layout.replicas[at]
-        if copy not in self._copies:
-            self._copies[copy] = {self.holders[i]: self.layout.pieces[i] for i in self.layout.order(at)}
-        return self._copies[copy]
+        return self._copies[self._copy_of[holder]]
 
     def holders_with(self, holder: Position) -> list[Position]:
         """All of the copy that ``holder`` has part in, also those with nothing of it."""
-        copy = self.layout.replicas[self._index[holder]]
-        return [other for other, of in zip(self.holders, self.layout.replicas, strict=True) if of == copy]
+        return [other for other, copy in self._copy_of.items() if copy == self._copy_of[holder]]
 
     def source(self, holder: Position, owner: Position) -> Position:
         """Of the ranks that have the same part as ``holder``, the one of the copy that ``owner`` has part in."""
-        copy = self.layout.replicas[self._index[owner]]
-        if copy not in self._sources:
-            self._sources[copy] = {piece: position for position, piece in self.copy_with(owner).items()}
-        return self._sources[copy][self.pieces[holder]]
+        return self._sources[self._copy_of[owner]][self.pieces[holder]]
 
     @cached_property
-    def _index(self) -> dict[Position, int]:
-        return {holder: index for index, holder in enumerate(self.holders)}
+    def _copy_of(self) -> dict[Position, int]:
+        return dict(zip(self.holders, self.layout.replicas, strict=True))
 
     @cached_property
     def _copies(self) -> dict[int, dict[Position, Piece]]:
-        return {}
+        """By number, the pieces of each copy that are not empty, by first index."""
+        copies: dict[int, dict[Position, Piece]] = {copy: {} for copy in self.layout.replicas}
+        for holder, piece in sorted(self.parts.items(), key=lambda item: [runs[0][0] for runs in item[1].runs]):
+            copies[self._copy_of[holder]][holder] = piece
+        return copies
 
     @cached_property
     def _sources(self) -> dict[int, dict[Piece, Position]]:
-        return {}
+        return {copy: {piece: holder for holder, piece in pieces.items()} for copy, pieces in self._copies.items()}
 
 
 @lru_cache(maxsize=256)
@@ -186,7 +182,7 @@ def spread_over_all(layout: ShardLayout) -> Spread:
     return Spread(layout, positions(len(layout.pieces)))
 
 
-Strategy = Literal["owner", "replicated", "sharded"]
+Strategy = Literal["owner", "replicated", "sharded", "full_replication", "fused"]
 
 
 @dataclass(frozen=True)
@@ -196,14 +192,19 @@ class Parcel:
     Attributes:
         spread: where each of them lies.
         owner: position in the domain of the rank that orthogonalizes them; where several do, of the first holder.
-        strategy: ``"owner"``: that rank alone; ``"replicated"``: each rank that has a part; ``"sharded"``: all of them
-            together, each a slice.
+        strategy: ``"owner"``: that rank alone; ``"replicated"`` and ``"full_replication"``: each rank that has a part;
+            ``"sharded"``: all of them together, each a slice; ``"fused"``: that one rank, later.
     """
 
     count: int
     spread: Spread
     owner: Position
     strategy: Strategy = "owner"
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether one rank alone orthogonalizes them."""
+        return self.strategy in ("owner", "fused")
 
     @property
     def layout(self) -> ShardLayout:
@@ -241,12 +242,12 @@ class Parcel:
 
         With copies, ranks that all orthogonalize get what they want out of the copy that they have part in.
         """
-        if self.strategy == "owner":
+        if self.has_owner:
             return self.to_owner, self.from_owner
         spread = self.spread
         at = position if position in spread.pieces else self.owner
         copy = spread.copy_with(at)
-        if self.strategy == "replicated":
+        if self.strategy != "sharded":
             whole, piece = Piece.whole(self.layout.shape), copy.get(position)
             own = ({}, {}) if piece is None else ({position: whole}, {position: piece})
             return self._route(copy, dict.fromkeys(copy, whole)), self._route(*own)

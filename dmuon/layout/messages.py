@@ -67,7 +67,7 @@ def parcel_messages(parcel: Parcel, position: Position, before: int, after: int)
             yield Message(purpose, "domain", position, to, numel * itemsize)
         for of, numel in route.numel_in(position).items():
             yield Message(purpose, "domain", of, position, numel * itemsize)
-    if parcel.strategy == "owner" and parcel.spread.copies > 1 and position in parcel.spread.parts:
+    if parcel.has_owner and parcel.spread.copies > 1 and position in parcel.spread.parts:
         source = parcel.spread.source(position, parcel.owner)
         destination = None if source == position else position
         nbytes = parcel.count * parcel.spread.parts[position].numel * after

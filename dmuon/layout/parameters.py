@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -17,6 +16,10 @@ from dmuon.layout.shards import Piece, ShardLayout, cells, flat_layout, layout_f
 from dmuon.layout.topology import COPIES, ROLES, GlobalRank, RankGrid, Ranks, ShardDims
 from dmuon.model.matrix_spec import flat_of
 from dmuon.platform.torch_private import local_tensor
+
+Cuts = dict[
+    int, int | None
+]  # by dimension of a grid of ranks, that of a tensor which it cuts; None where it has copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +223,8 @@ def place(
     grid: RankGrid,
     rank: GlobalRank,
     shard_dims: ShardDims | Callable[[Tensor], ShardDims] | None,
-    share: Callable[[object], list[object]],
-) -> list[ParameterLayout | None]:
-    """Where each parameter lies; None for one that only this rank holds.
+) -> tuple[list[ParameterLayout | None], dict[int, Cuts]]:
+    """Where each parameter lies, None for one that this rank has alone; and by index, what :func:`place_shards` places.
 
     A DTensor lies where its placements say, and what FSDP1 has cut as that says, with copies along each dimension of
     ``grid`` that its mesh does not extend along. A plain tensor is cut by each role that ``shard_dims`` gives a
@@ -232,14 +234,12 @@ def place(
     Args:
         rank: whose parameters these are; one of ``grid.ranks``.
         shard_dims: of all plain parameters, or a function that says it of one.
-        share: gathers one object from each of ``grid.ranks``, in their order; called once, and only where a plain
-            parameter is cut.
 
     Raises:
         ValueError: by the name of the parameter.
     """
     placed: list[ParameterLayout | None] = []
-    cut: dict[int, dict[int, int | None]] = {}
+    cut: dict[int, Cuts] = {}
     for i, (param, name) in enumerate(zip(params, names, strict=True)):
         own = place_by_itself(param, name, rank)
         if own is not None:
@@ -250,11 +250,7 @@ def place(
             if any(dim is not None for dim in dims.values()):
                 cut[i] = dims
         placed.append(layout if len(layout.ranks) > 1 else None)
-    if cut:
-        shapes = _shared_shapes([(names[i], tuple(params[i].shape)) for i in cut], grid, share)
-        for (i, dims), of_param in zip(cut.items(), shapes, strict=True):
-            placed[i] = _place_shards(names[i], of_param, grid, rank, dims)
-    return placed
+    return placed, cut
 
 
 def _with_copies(placed: ParameterLayout, name: str, grid: RankGrid, rank: GlobalRank) -> ParameterLayout:
@@ -291,7 +287,7 @@ def _with_copies(placed: ParameterLayout, name: str, grid: RankGrid, rank: Globa
     return _placed([line[copy] for copy in copies for line in lines], layout, about)
 
 
-def _dims(param: Tensor, name: str, grid: RankGrid, shard_dims: ShardDims) -> dict[int, int | None]:
+def _dims(param: Tensor, name: str, grid: RankGrid, shard_dims: ShardDims) -> Cuts:
     """The dimension of a plain tensor that each dimension of ``grid`` cuts, None for copies; no entry: independent."""
     about = f"parameter {name!r} is a plain tensor"
     for role, dim in shard_dims.items():
@@ -302,7 +298,7 @@ def _dims(param: Tensor, name: str, grid: RankGrid, shard_dims: ShardDims) -> di
                 f"{about} of shape {tuple(param.shape)}, which shard_dims={{{role!r}: {dim}}} cuts along a dimension "
                 f"that it lacks; give one of its {param.ndim}, or a function of the parameter"
             )
-    dims: dict[int, int | None] = {}
+    dims: Cuts = {}
     for i, role in enumerate(grid.roles):
         if role in shard_dims:
             dims[i] = shard_dims[role]
@@ -316,23 +312,35 @@ def _dims(param: Tensor, name: str, grid: RankGrid, shard_dims: ShardDims) -> di
     return dims
 
 
-def _shared_shapes(
-    own: list[tuple[str, tuple[int, ...]]], grid: RankGrid, share: Callable[[object], list[object]]
-) -> list[list[tuple[int, ...]]]:
-    """By parameter, the local shapes on all of ``grid.ranks``."""
-    shared = cast(list[list[tuple[str, tuple[int, ...]]]], share(own))
-    names = [[name for name, _ in of_rank] for of_rank in shared]
-    for rank, of_rank in zip(grid.ranks, names, strict=True):
+def place_shards(
+    cut: Mapping[int, Cuts],
+    shapes: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
+    grid: RankGrid,
+    rank: GlobalRank,
+) -> dict[int, ParameterLayout]:
+    """By index, where the plain parameters lie that :func:`place` has found to be cut. All ranks raise the same faults.
+
+    Args:
+        shapes: of each of ``grid.ranks``, in their order, the names and local shapes of what is cut there.
+
+    Raises:
+        ValueError: ranks have others, or shapes that no tensor can have been cut into.
+    """
+    names = [[name for name, _ in of_rank] for of_rank in shapes]
+    for other, of_rank in zip(grid.ranks, names, strict=True):
         if of_rank != names[0]:
             raise ValueError(
-                f"rank {rank} has sharded parameters {of_rank} and rank {grid.ranks[0]} has {names[0]}; give all "
-                "ranks the same parameters in one order, and the same shard_dims"
+                f"rank {other} has sharded parameters {of_rank} and rank {grid.ranks[0]} has {names[0]}; give all "
+                "ranks of the process groups the same parameters in one order, and the same shard_dims"
             )
-    return [[of_rank[i][1] for of_rank in shared] for i in range(len(own))]
+    return {
+        index: _place_shard(names[0][number], [of_rank[number][1] for of_rank in shapes], grid, rank, dims)
+        for number, (index, dims) in enumerate(cut.items())
+    }
 
 
-def _place_shards(
-    name: str, shapes: Sequence[tuple[int, ...]], grid: RankGrid, rank: GlobalRank, dims: Mapping[int, int | None]
+def _place_shard(
+    name: str, shapes: Sequence[tuple[int, ...]], grid: RankGrid, rank: GlobalRank, dims: Cuts
 ) -> ParameterLayout:
     """Where the shards of a plain tensor lie, from the local shapes on all of ``grid.ranks``."""
     shape_of = dict(zip(grid.ranks, shapes, strict=True))

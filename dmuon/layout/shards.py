@@ -73,7 +73,7 @@ class ShardLayout:
             and make up the whole.
         flat: pieces are those of the tensor as one row, ``(1, numel)``, of which each is a run.
         split_dim: the one dimension that is cut, where each piece is a single run of it and all of the others: the
-            whole is then the concatenation of pieces in ``order``. None if nothing is cut or not in this way.
+            whole is then the concatenation of pieces by first index. None if nothing is cut or not in this way.
     """
 
     shape: tuple[int, ...]
@@ -90,15 +90,6 @@ class ShardLayout:
     def __hash__(self) -> int:
         """Of thousands of pieces, once: layouts are keys wherever parameters lie alike."""
         return self._hash
-
-    def sources(self, owner: int) -> tuple[int, ...]:
-        """Ascending positions with the elements of the copy that ``owner`` has part in, perhaps its own among them."""
-        copy = self.replicas[owner]
-        return tuple(i for i, of in enumerate(self.replicas) if of == copy and all(self.pieces[i].runs))
-
-    def order(self, owner: int) -> tuple[int, ...]:
-        """The sources of ``owner`` by the first global index of their pieces."""
-        return tuple(sorted(self.sources(owner), key=lambda i: [runs[0][0] for runs in self.pieces[i].runs]))
 
     def reordered(self, order: Sequence[int]) -> ShardLayout:
         """The layout whose position ``i`` is this one's ``order[i]``."""

@@ -66,6 +66,7 @@ class Route:
         spec: which matrices the parameter is made of.
         fault: why Muon cannot train it, should that frozen parameter be unfrozen; ``None`` if it can.
         bare: a matrix by shape and place, which AdamW takes only because no layer holds it.
+        sharded: of a model that is dedicated, all ranks orthogonalize it together instead of an owner.
     """
 
     fqn: str
@@ -78,6 +79,7 @@ class Route:
     spec: MatrixSpec = field(default_factory=MatrixSpec)
     fault: str | None = None
     bare: bool = False
+    sharded: bool = False
 
 
 def route_parameters(model: nn.Module, select: Select | None = None, exclude: Exclude | None = None) -> list[Route]:

@@ -17,7 +17,6 @@ from dmuon.dedicated.dedication import Dedicated
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
-from dmuon.kernels import Storage
 from dmuon.model.matrix_spec import MatrixSpec, flat_of, spec_of
 from dmuon.model.routing import Exclude, Select
 from dmuon.optimizer.flat_shards import fault_of_flat
@@ -32,7 +31,7 @@ from dmuon.optimizer.groups import (
     restore_specs,
     routed_groups,
 )
-from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products, tell_scale
+from dmuon.optimizer.notices import tell_first_step, tell_products, tell_scale
 from dmuon.optimizer.options import (
     KEYWORDS_ELSEWHERE,
     RARE,
@@ -41,20 +40,27 @@ from dmuon.optimizer.options import (
     Description,
     check_edited,
     check_functions,
-    check_scales,
     describe,
 )
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.strategies import Given, check_strategy, strategies_of
-from dmuon.optimizer.wrapping import Averagers, Wrapping, check_moment, find_residencies, replicated_by_ddp
+from dmuon.optimizer.wrapping import (
+    Averagers,
+    Wrapping,
+    blocks_of_fsdp,
+    check_moment,
+    find_residencies,
+    replicated_by_ddp,
+)
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform import host
 from dmuon.platform.options import check_flag, refuse_unknown
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
+from dmuon.step.fused import Deferred, FusedRound
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
@@ -93,7 +99,6 @@ class Muon(torch.optim.Optimizer):
         ns_steps: Newton-Schulz steps; ``"squares"`` stands for five. ``None``: as ``dedicate_params`` was told, else 5.
         eps: lower clamp of the norm that scales a matrix before Newton-Schulz; 0 is exact.
         ns_dtype: dtype of Newton-Schulz; ``None``: as ``dedicate_params`` was told, else fp16 on CUDA, fp32 on the CPU.
-            ``"mixed"``, on the CPU: the first two steps in fp32, the others in bf16.
         orthogonalize: a function of your own in place of Newton-Schulz. It gets whole matrices on their owner, stored
             as they are, ``(k, m, n)`` in the dtype of the momentum, each divided by its Frobenius norm, and returns a
             tensor like that. It is tried on random matrices before the first step. ``ns_…`` mean nothing then.
@@ -122,8 +127,9 @@ class Muon(torch.optim.Optimizer):
             process groups of its own.
         qk_clip: scales queries and keys of heads with too large logits after each step.
         strategy: who orthogonalizes a matrix that several ranks hold and dmuon does not own: ``"owner"``: one rank, as
-            planned; ``"replicated"``: each of them; ``"sharded"``: all of them together; ``"auto"``: what is
-            predicted to take less time by a fifth. Or a mapping of patterns of names of parameters to these, such as
+            planned; ``"replicated"``: each of them; ``"full_replication"``: that, with momentum of the whole on each;
+            ``"sharded"``: all of them together; ``"fused"``: one rank, before FSDP2 next unshards it; ``"auto"``: what
+            is predicted to take less time by a fifth. Or a mapping of patterns of names of parameters to these, such as
             ``{"*.embed.*": "sharded"}``, of which the first that fits counts; the rest have owners. ``docs/ways.md``
             says what each costs. State dicts fit whatever the strategy.
 
@@ -146,7 +152,7 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: str | tuple[Any, ...] | None = None,
         ns_steps: int | None = None,
         eps: float = 0.0,
-        ns_dtype: Storage | None = None,
+        ns_dtype: torch.dtype | None = None,
         orthogonalize: Orthogonalize | None = None,
         second_moment: str | None = None,
         second_moment_beta: float = 0.95,
@@ -210,7 +216,7 @@ class Muon(torch.optim.Optimizer):
         self._built = True
         self._find_device()
         self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
-        self._lay_out("it was built")
+        self._lay_out()
         self._register_hooks()
 
     def _start_empty(self) -> None:
@@ -228,18 +234,19 @@ class Muon(torch.optim.Optimizer):
         self._dedicated: list[Dedicated] = []  # those among them, and the exchange
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
+        self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
         self._row_moments: RowMoments | None = None
         self._formats: list[list[object]] = []  # of the state, of each group
         self._rounds: list[Round] = []
         self._prefetch = 1
         self._schedule = Schedule((), self._prefetch)
         self._early: EarlyUpdates | None = None
+        self._deferred: Deferred | None = None
         self._done: list[Done] = []
         self._asked: MatrixRecord | None = None
         self._checked: list[Description] = []  # options of each group, which were found to be in order
-        self._scaled = False  # a user's function says how much of an update is taken
-        self._tries = False  # a user's function orthogonalizes
-        self._proven: set[Any] = set()  # such functions, and shapes
+        self._has_functions = False  # of the user's, which say how much of an update is taken, or orthogonalize
+        self._proven: set[Any] = set()  # those that orthogonalize, and shapes
         self._steps = 0
         self._qk_clip = None
 
@@ -317,17 +324,18 @@ class Muon(torch.optim.Optimizer):
                     del group[name]
                 super().add_param_group(as_group(group))
             if self._built:
-                self._lay_out("a group was added")
+                self._lay_out()
         except Exception:
             del self.param_groups[count:]
             raise
 
-    def _lay_out(self, why: str) -> None:
+    def _lay_out(self) -> None:
         """Residencies, batches and rounds for the present groups. Momentum moves into the new batches.
 
         Collective, as building the optimizer is. State is created at once, so that a checkpoint can be loaded before
         the first step; that of parameters that no group holds any more is forgotten.
         """
+        self.flush()
         self._find_device()
         restore_specs(self._split)
         carry_over(self.param_groups, self._laid_out or [], self._origin.names, self._specs)
@@ -367,7 +375,11 @@ class Muon(torch.optim.Optimizer):
         self._specs = {id(p): spec_of(p) for p in muon}
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
-        self._schedule = Schedule(rounds, self._prefetch)
+        fused = [round_ for round_ in rounds if isinstance(round_, FusedRound)]
+        if fused and self._qk_clip is not None:
+            raise ValueError("qk_clip scales weights in step(), and strategy='fused' changes them later: use 'owner'")
+        self._deferred = Deferred(fused, blocks_of_fsdp(), self._names) if fused else None
+        self._schedule = Schedule([one for one in rounds if not isinstance(one, FusedRound)], self._prefetch)
         self._batched = [*{id(p): p for batch in batches for p in batch.params}.values()]
         updates = Counter(id(p) for batch in batches for p in batch.params)
         self._updates = {key: count for key, count in updates.items() if count > 1}
@@ -382,8 +394,12 @@ class Muon(torch.optim.Optimizer):
                 dedicated.listen(self._early.landed)
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
         self._averagers.forget()
-        tell_layout(why, rounds, self._prefetch)
         tell_products(self.param_groups, residencies, rounds)
+
+    def flush(self) -> None:
+        """Apply what strategy ``"fused"`` has left for later. Collective if it has left anything."""
+        if self._deferred is not None:
+            self._deferred.finish()
 
     def _with_row_moments(self, rounds: Sequence[Round]) -> RowMoments | None:
         """Second moments of rows for the groups that have them; None where none has.
@@ -428,9 +444,10 @@ class Muon(torch.optim.Optimizer):
         return held == self._laid_out
 
     def _follow(self) -> None:
-        """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
+        """Flush, and lay out anew if groups hold other parameters than before. Collective then, as building is."""
+        self.flush()
         if not self._is_as_laid_out():
-            self._lay_out("groups hold other parameters")
+            self._lay_out()
         for group in self.param_groups:  # of which something may have been unfrozen since
             keep_state_of_route(group, self.state)
 
@@ -451,6 +468,7 @@ class Muon(torch.optim.Optimizer):
             TypeError, ValueError: options, state or gradients that cannot be used.
         """
         check_moment(self._device, self._wrapping, copied=bool(self._origin.copies), params=self._names.keys())
+        self.flush()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -484,8 +502,8 @@ class Muon(torch.optim.Optimizer):
         Returns:
             AdamW's updates, group by group.
         """
-        if self._wrapping.follow(self.param_groups, self._names, self.state):
-            self._lay_out("the model was wrapped")
+        if self._wrapping.follow(self.param_groups, self._names):
+            self._lay_out()
         if not self._is_as_laid_out():
             self._names = names_in(self.param_groups, self._origin.names)
             self._averagers.forget()
@@ -511,8 +529,8 @@ class Muon(torch.optim.Optimizer):
                             f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
                         )
             self._checked = described
-            self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
-            self._tries = any(group.get("orthogonalize") is not None for group in self.param_groups)
+            functions = [group.get(name) for group in self.param_groups for name in ("adjust_lr_fn", "orthogonalize")]
+            self._has_functions = any(map(callable, functions))
         self._momentum.check(self.state)
         adamw_updates = []
         for group in self.param_groups:
@@ -529,12 +547,12 @@ class Muon(torch.optim.Optimizer):
         if self._split:
             restore_specs(self._split)
         changed: bool = not self._is_as_laid_out()
+        if self._exchange is not None and self._exchange.keeps_momentum:
+            self._exchange.edited = bool(self._momentum.replaced) or self._momentum.versions() != self._versions
         for again in (False, True):
             present: set[int] = set()
             try:
-                if self._scaled and not changed:  # rounds know groups by their numbers
-                    check_scales(self.param_groups, self._rounds)
-                if self._tries and not changed:
+                if self._has_functions and not changed:  # rounds know groups by their numbers
                     check_functions(self.param_groups, self._rounds, self._proven)
             except Exception as error:
                 fault = fault or error
@@ -549,7 +567,7 @@ class Muon(torch.optim.Optimizer):
                 raise fault
             if again or not changed:
                 break
-            self._lay_out("parameters were replaced, moved or laid out otherwise")
+            self._lay_out()
             changed = False
         return present
 
@@ -578,6 +596,8 @@ class Muon(torch.optim.Optimizer):
         asked, self._asked = self._asked, None
         record = None if asked is None else StepRecord()
         step = Step(options, present, self._timer, record, self._done, self._row_moments)
+        if self._deferred is not None:
+            self._deferred.begin(step)
         for round_ in self._schedule.drive(step):
             if round_ is None:  # the last update is on its way
                 with self._timer.phase("adamw"):
@@ -601,9 +621,11 @@ class Muon(torch.optim.Optimizer):
                 dedicated.end_update()
         if self._exchange is not None:
             self._exchange.end_update()
+            self._versions = self._momentum.versions() if self._exchange.keeps_momentum else []
         if self._qk_clip is not None:
             self._qk_clip.finish()
         if asked is not None and step.record is not None:
+            self.flush()
             asked.fill(step.record, self._residencies, self._names)
         if self._early is not None:
             self._early.forget()

@@ -1,4 +1,4 @@
-"""What an optimizer tells the log: at its first step where its matrices live, and whenever it is laid out anew."""
+"""What an optimizer tells the log at its first step: where its matrices live, and what costs more than it should."""
 
 from __future__ import annotations
 
@@ -105,22 +105,6 @@ def _warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable
         )
 
 
-def tell_layout(why: str, rounds: Sequence[Round], prefetch: int) -> None:
-    """On every rank, for maintainers."""
-    if not _log.isEnabledFor(logging.DEBUG):
-        return
-    batches = [batch for round_ in rounds for batch in round_.batches]
-    _log.debug(
-        "Muon is laid out, as %s: %d rounds in a step, %d with collectives, %d ahead; %d batches of %d matrices",
-        why,
-        len(rounds),
-        sum(round_.exchanged for round_ in rounds),
-        prefetch,
-        len(batches),
-        sum(batch.count for batch in batches),
-    )
-
-
 def tell_products(
     groups: Sequence[Mapping[str, Any]], residencies: Sequence[Residency], rounds: Sequence[Round]
 ) -> None:
@@ -144,7 +128,6 @@ def _speaks(residencies: Iterable[Residency]) -> bool:
 
 # -- what costs more than it should ---------------------------------------------------------------------------------
 
-_SMALL = 1024  # elements
 _DOMINATES = 1.5  # times the mean load
 _NAMED = 3  # of what is alike
 
@@ -153,8 +136,7 @@ def advice(residencies: Sequence[Residency], rounds: Sequence[Round]) -> list[st
     """A line for each thing that this rank can tell. Communicates nothing."""
     return [
         *_dominating(loads for residency in residencies for loads in residency.loads()),
-        *_repeated(residencies, rounds),
-        *_small(rounds),
+        *_repeated(rounds),
     ]
 
 
@@ -168,31 +150,14 @@ def _dominating(plans: Iterable[Sequence[int]]) -> Iterator[str]:
             )
 
 
-def _repeated(residencies: Sequence[Residency], rounds: Sequence[Round]) -> Iterator[str]:
-    """Work that several ranks do alike."""
+def _repeated(rounds: Iterable[Round]) -> Iterator[str]:
+    """Work that several ranks may do alike."""
     alone = [batch for round_ in rounds if isinstance(round_, AloneRound) for batch in round_.batches]
     plain = [p for batch in alone for p in batch.params if not isinstance(p, (DTensor, OwnedTensor))]
     if plain and dist.is_initialized() and dist.get_world_size() > 1:
         yield (
             "wrap the model in DDP, or pass distributed_config=create_processgroup_config(dp_pg=…), if other ranks "
             f"hold copies of {len({id(p) for p in plain})} parameters: nothing says so, and all ranks do the same work"
-        )
-    names = [name for residency in residencies for name in residency.repeated()]
-    if names:
-        yield (
-            f"{_some(list(map(repr, names)))}: parallelize it too, or make it a DTensor that is Replicate() over the "
-            "missing dimension of the mesh: its mesh has some of the ranks only that other parameters have; if the "
-            "rest holds copies, all do the same work"
-        )
-
-
-def _small(rounds: Sequence[Round]) -> Iterator[str]:
-    batches = [batch for round_ in rounds for batch in round_.batches]
-    small = sum(batch.count for batch in batches if batch.shape[0] * batch.shape[1] < _SMALL)
-    if small:
-        yield (
-            f"{small} matrices of this rank have fewer than {_SMALL:,} elements, and cost more in launches than in "
-            "arithmetic: AdamW is cheaper there (select=…)"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.kernels import MIXED, check_storage, coefficient_sequence, storage_dtype, update_scale
+from dmuon.kernels import check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.optimizer.strategies import STRATEGY, check_strategy
 from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.batches import SharedBatch
@@ -182,8 +182,8 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
     if group["weight_decay_mode"] not in DECAY_MODES:
         raise ValueError(f"weight_decay_mode must be one of {DECAY_MODES}, got {group['weight_decay_mode']!r}")
     ns_dtype = group["ns_dtype"]
-    if ns_dtype is not None and ns_dtype != MIXED and not isinstance(ns_dtype, torch.dtype):
-        raise TypeError(f"ns_dtype must be a torch.dtype, {MIXED!r} or None, got {ns_dtype!r}")
+    if ns_dtype is not None and not isinstance(ns_dtype, torch.dtype):
+        raise TypeError(f"ns_dtype must be a torch.dtype, such as torch.bfloat16, or None, got {ns_dtype!r}")
     for kind in {p.device.type for p in group["params"]} - {"meta"}:
         try:
             storage_dtype(torch.float32, torch.device(kind), ns_dtype)
@@ -256,34 +256,25 @@ def _number(value: numbers.Real) -> float:
 
 
 def check_functions(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round], proven: set[Any]) -> None:
-    """Try a user's ``orthogonalize`` on a matrix of every shape that this rank owns, before any weight changes.
+    """Ask a user's ``adjust_lr_fn`` for all shapes, and try ``orthogonalize`` on a matrix of each that this rank owns.
 
-    In a step, a function that fails on one rank would leave others waiting.
+    No weight has changed by then: in a step, a function that fails on one rank would leave others waiting.
 
     Args:
-        proven: what was tried before; changed.
+        proven: trials of ``orthogonalize`` that have succeeded before; changed.
 
     Raises:
-        Exception: whatever it raises, or of what it returns.
+        Exception: whatever they raise, or of what they return.
     """
     for round_ in rounds:
-        function: Any = groups[round_.index].get("orthogonalize")
-        for batch in round_.batches if function is not None and round_.knows_shapes else ():
-            key = trial_of(function, batch)
-            if key not in proven and (not isinstance(batch, SharedBatch) or batch.is_owned):
+        scale, function = groups[round_.index]["adjust_lr_fn"], groups[round_.index].get("orthogonalize")
+        for batch in round_.batches if round_.knows_shapes else ():
+            if callable(scale):
+                update_scale(scale, batch.scaled_shape)
+            if function is None or trial_of(function, batch) in proven:
+                continue
+            if not isinstance(batch, SharedBatch) or batch.is_owned:
                 generator = torch.Generator(batch.device).manual_seed(0)
                 x = torch.randn((1, *batch.shape), generator=generator, dtype=batch.dtype, device=batch.device)
                 orthogonalized_by(function, x.div_(x.norm()))
-                proven.add(key)
-
-
-def check_scales(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round]) -> None:
-    """Ask a user's ``adjust_lr_fn`` for all shapes before any weight changes.
-
-    Raises:
-        Exception: whatever it raises; ValueError, if it returns no factor.
-    """
-    for round_ in rounds:
-        scale = groups[round_.index]["adjust_lr_fn"]
-        for batch in round_.batches if callable(scale) and round_.knows_shapes else ():
-            update_scale(scale, batch.scaled_shape)
+                proven.add(trial_of(function, batch))

@@ -242,7 +242,7 @@ class QKClip:
         if self._sharing is not None:
             group, device = self._sharing
             maxima = maxima.to(device)
-            reduce_terms(maxima, "max", group)
+            reduce_terms(maxima, inf, group)
         if not is_noted:  # said behind what others wait for, as a warning may be made an error
             warnings.warn(
                 "QKClip: no logits were noted on this rank since the last step, which clips by those of others alone: "

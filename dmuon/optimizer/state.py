@@ -202,6 +202,11 @@ class Momentum:
                 row.check(value)
                 self.replaced.append((row, value))
 
+    def versions(self) -> list[tuple[int, int]]:
+        """What counts the changes of momentum, by users, loads and steps: of what is shown, and of what that shows."""
+        shown = [(row.local, self.shown.get(id(row.like))) for row in self._rows]
+        return [(local._version, 0 if one is None else one._version) for local, one in shown]
+
     def adopt(self, state: _State) -> None:
         """Take over what :meth:`check` has found; zeros where momentum was cleared.
 
@@ -394,29 +399,40 @@ def _state_fault(state: Mapping[str, Any]) -> str | None:
     return None
 
 
-_OWN = ("momentum_dtype", "orthogonalize")  # of rare options, what no load changes
+_OWN = ("momentum_dtype", "orthogonalize", STRATEGY)  # what no load changes
+_FUNCTION, _DTYPE = "function ", "torch."  # how a saved text begins that stands for one
 
 
 def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group; what it lacks, such as options that torch's own optimizers do not know, is as it was.
 
-    So is the dtype of momentum, to which what was saved is converted, and strategies are those that matrices were laid
-    out by, whatever was saved. What a group that dmuon saved lacks of rare options is as usual.
+    So are functions, the dtype of momentum, to which what was saved is converted, and strategies, by which matrices
+    were laid out. What a group that dmuon saved lacks of rare options is as usual.
     """
     kept = {name: value for name, value in group.items() if name != "params"}
     if "use_muon" in saved:
         kept = {name: value for name, value in kept.items() if name not in RARE or name in _OWN}
-    return {**kept, **{name: value for name, value in saved.items() if name not in (STRATEGY, "momentum_dtype")}}
+    loaded = {name: value for name, value in saved.items() if name not in _OWN}
+    for name, value in saved.items():
+        if isinstance(value, str) and value.startswith(_FUNCTION):
+            loaded.pop(name, None)
+            kept[name] = group.get(name)
+        elif name in loaded and isinstance(value, str) and value.startswith(_DTYPE):
+            loaded[name] = getattr(torch, value.removeprefix(_DTYPE), value)
+    return {**kept, **loaded}
 
 
 def savable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group for a state dict, without functions, which files cannot hold: who loads it keeps its own.
+    """A group for a state dict, with texts for functions, which files cannot hold, and dtypes, which torch gathers not.
 
-    So does who loads momentum; torch gathers no state dict with a dtype in it.
+    Every option stays: torch looks for each of a group in a flattened state dict.
     """
-    functions = ("adjust_lr_fn", "orthogonalize")
-    saved = {name: value for name, value in group.items() if name not in functions or not callable(value)}
-    saved.pop("momentum_dtype", None)
+    saved = dict(group)
+    for name, value in group.items():
+        if isinstance(value, torch.dtype):
+            saved[name] = str(value)
+        elif callable(value):
+            saved[name] = f"{_FUNCTION}{getattr(value, '__qualname__', type(value).__name__)}"
     return saved
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias, get_args
 
+from dmuon.dedicated.dedication import sharded_together
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.layout.matrices import Strategy
 from dmuon.model.matrix_spec import flat_of
@@ -13,7 +14,6 @@ from dmuon.model.matrix_spec import flat_of
 Given: TypeAlias = Strategy | Literal["auto"]
 STRATEGIES: tuple[str, ...] = (*get_args(Strategy), "auto")
 STRATEGY = "strategy"  # the option of a group that has its own
-_MISSING = ("full_replication", "fused")  # ways that others have
 
 
 def check_strategy(strategy: object) -> None:
@@ -27,8 +27,6 @@ def check_strategy(strategy: object) -> None:
                 f"strategy must be a name, or a mapping of patterns of names of parameters to names, got {name!r}; "
                 f"use one of {', '.join(STRATEGIES)}"
             )
-        if name in _MISSING:
-            raise ValueError(f"strategy={name!r} is not implemented; use 'replicated'")
         if name not in STRATEGIES:
             raise ValueError(f"strategy={name!r} is unknown; use one of {', '.join(STRATEGIES)}")
 
@@ -42,20 +40,27 @@ def strategies_of(
 
     Args:
         names: of the parameters, by ``id``.
-        default: of groups that do not say.
+        default: of groups that do not say; what ``dedicate_params`` has left to all ranks is theirs.
 
     Raises:
         ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes; or one that cannot be cut
             into slices.
     """
     found: dict[int, Given] = {}
+    left = sharded_together()
     for group in groups:
         given = group.get(STRATEGY, default) if group["use_muon"] else "owner"
-        for param in group["params"] if given != "owner" else ():
+        for param in group["params"] if given != "owner" or (left and group["use_muon"]) else ():
             name = names[id(param)]
             chosen: Any = given
             if isinstance(given, Mapping):
                 chosen = next((way for pattern, way in given.items() if fnmatchcase(name, pattern)), "owner")
+            if id(param) in left:
+                if chosen not in ("owner", "sharded"):
+                    raise ValueError(
+                        f"strategy={chosen!r} for {name!r}, and dedicate_params was told 'sharded': leave it out here"
+                    )
+                chosen = "sharded"
             if chosen != "owner" and isinstance(param, OwnedTensor):
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, which dedicate_params gave an owner that has it whole: leave "

@@ -1,4 +1,4 @@
-"""What users do to a model before or after they build its optimizer: DDP copies parameters, FSDP2 replaces them.
+"""What users do to a model before or after they build its optimizer: DDP copies parameters.
 
 So it is here that an optimizer finds where its matrices live, and who averages the gradients of each trained
 parameter over ranks: exactly one that is known, or the user hears of it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeGuard
 
 import torch
@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
-from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies
+from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies, planned_ns, sharded_together
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.runtime import runtime_of
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
@@ -40,12 +41,12 @@ from dmuon.platform.torch_private import (
     reduced_by_ddp,
     replicate_group,
     takes_uneven_inputs,
+    unsharded_together,
 )
-from dmuon.step.residency import Alone, Residency, like_param, part_like
+from dmuon.step.residency import Alone, Residency
 
 _Groups = Iterable[Mapping[str, Any]]
 _Site = tuple[Tensor, weakref.ref[nn.Module], str]  # a parameter, a module that holds it, and its name there
-_Cut = tuple[list[Tensor], int, DTensor]  # a list of parameters, the index of the old one, and the new one
 
 _log = logger(__name__)
 
@@ -94,6 +95,13 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
         return False
 
 
+def blocks_of_fsdp() -> dict[int, tuple[Any, nn.Module]]:
+    """By ``id`` of the sharded parameter, what FSDP2 unshards it with, and the module."""
+    modules = [module for module in gc.get_objects() if issubclass(type(module), FSDPModule)]
+    groups = [(group, params, module) for module in modules for group, params in unsharded_together(module)]
+    return {id(param): (group, module) for group, params, module in groups for param in params}
+
+
 class Wrapping:
     """What happens to a model after the building of its optimizer, looked for in every step.
 
@@ -137,8 +145,8 @@ class Wrapping:
                 return True
         return False
 
-    def follow(self, groups: _Groups, names: Mapping[int, str], state: MutableMapping[Any, dict[str, Any]]) -> bool:
-        """Look once more. Puts new parameters into ``groups`` and ``state``; tells whether anything was found.
+    def follow(self, groups: _Groups, names: Mapping[int, str]) -> bool:
+        """Look once more; tells whether DDP copies parameters that it did not copy before.
 
         Args:
             names: of parameters, by ``id``.
@@ -153,30 +161,29 @@ class Wrapping:
                 moved[key] = module._parameters.get(name)
         if not moved and (self._copies is None or self._wraps == len(ddp_wraps())):
             return False
-        cut = _cut_since(moved, groups) if moved else []
-        if moved and not cut:
+        if moved:
             self._require_held(moved, groups, names)
         copies = self._find_copies(groups)
-        for params, index, new in cut:
-            old = params[index]
-            params[index] = new
-            values = state.pop(old, None)
-            if values is not None:
-                state[new] = {key: _cut(new, old, value, names[id(old)]) for key, value in values.items()}
-        first = [dist.get_process_group_ranks(group)[0] for group in copies.values()]
-        first += [int(new.device_mesh.mesh.flatten()[0]) for _, _, new in cut]
-        if first and this_rank() == first[0]:  # one of the ranks concerned tells the log
+        if not copies:
+            return False
+        if this_rank() == dist.get_process_group_ranks(next(iter(copies.values())))[0]:  # one of them tells the log
             _log.info(
-                "Muon: since it was built, %d of its matrices were wrapped in DistributedDataParallel and %d "
-                "parameters were sharded; from now on each matrix that several ranks hold has one owner",
+                "Muon: since it was built, %d of its matrices were wrapped in DistributedDataParallel; from now on "
+                "each matrix that several ranks hold has one owner",
                 sum(id(p) in copies for group in groups if group["use_muon"] for p in group["params"]),
-                len(cut),
             )
-        return bool(first)
+        return True
 
     def _require_held(self, moved: Mapping[int, Tensor | None], groups: _Groups, names: Mapping[int, str]) -> None:
         """Raise RuntimeError where a step would train nothing, or what no module holds, in place of the model."""
         held = {id(p): p for group in groups for p in group["params"]}
+        for key, now in moved.items():
+            if key in held and _dimensions(now) > _dimensions(held[key]):
+                raise RuntimeError(
+                    f"parameter {names[key]!r} was cut by fully_shard or tensor parallelism since the optimizer was "
+                    "built, which would train what the model no longer holds: build the optimizer after that, and load "
+                    "the state dict of this one into it"
+                )
         lost = [key for key in moved if key in held and not isinstance(held[key], DTensor)]
         found = [
             key for key in lost if (now := moved[key]) is not None and now.grad is not None and id(now) not in held
@@ -210,38 +217,9 @@ def _is_ddp(module: object) -> TypeGuard[nn.parallel.DistributedDataParallel]:
     return issubclass(type(module), nn.parallel.DistributedDataParallel)
 
 
-def _cut_since(moved: Mapping[int, Tensor | None], groups: _Groups) -> list[_Cut]:
-    """What ``fully_shard`` or tensor parallelism has put into the place of a parameter.
-
-    Raises:
-        RuntimeError: gradients were computed before.
-    """
-    cut: list[_Cut] = []
-    late = early = False
-    for group in groups:
-        for index, param in enumerate(group["params"]):
-            now = moved.get(id(param))
-            if isinstance(now, DTensor) and now.shape == param.shape and _dimensions(now) > _dimensions(param):
-                cut.append((group["params"], index, now))
-                early, late = early or param.grad is not None, late or now.grad is not None
-    if early and not late:
-        raise RuntimeError(
-            "the model was sharded between backward() and Muon.step(), and its gradients belong to the parameters "
-            "from before; call zero_grad(), and run forward and backward again"
-        )
-    return cut
-
-
-def _dimensions(param: Tensor) -> int:
+def _dimensions(param: Tensor | None) -> int:
     """Of the mesh. Between forward and backward FSDP2 shows parameters of fewer."""
     return param.device_mesh.ndim if isinstance(param, DTensor) else 0
-
-
-def _cut(new: Tensor, old: Tensor, value: Any, name: str) -> Any:
-    """``value``, of a parameter ``old``, as ``new`` is cut."""
-    if not isinstance(value, Tensor) or value.shape != old.shape or not value.ndim:
-        return value
-    return like_param(new, part_like(new, value, name).clone())
 
 
 # -- where matrices live ----------------------------------------------------------------------------------------------
@@ -282,7 +260,12 @@ def find_residencies(
     for fault in filter(None, map(fault_of, others)):
         raise ValueError(fault)
     labels = [names[id(p)] for p in others]
-    exchange = exchange_for(origin.config, origin.copies, others, labels, device, last, ns, strategies)
+    copies = origin.copies
+    if origin.config is None and dist.is_initialized():
+        left = sharded_together()
+        copies = copies | {id(p): left[id(p)] for p in others if id(p) in left and not isinstance(p, DTensor)}
+    owned = planned_ns({runtime for param in params if (runtime := runtime_of(param)) is not None})
+    exchange = exchange_for(origin.config, copies, others, labels, device, last, ns, strategies, owned)
     alone = [*idle, *(others if exchange is None else exchange.alone())]
     dedicated = dedicated_residencies(params)
     return [*dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]

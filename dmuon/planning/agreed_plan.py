@@ -63,7 +63,7 @@ def check_speeds(ranks: object) -> None:
     if ranks is None:
         return
     if isinstance(ranks, str) or not isinstance(ranks, Sequence) or not all(map(is_number, ranks)):
-        raise TypeError(f"ranks={ranks!r} is no list of numbers; {remedy}; dmuon.rebalanced_plan measures a step")
+        raise TypeError(f"ranks={ranks!r} is no list of numbers; {remedy}; docs/planning.md finds them in a step")
     if not all(0 < speed < math.inf for speed in ranks):
         raise ValueError(f"ranks={ranks!r} holds what is no positive number; {remedy}")
     if dist.is_initialized() and len(ranks) != dist.get_world_size():
@@ -86,6 +86,7 @@ def make_plan(
     solve: SolveOptions | None = None,
     plan: PlanSource = None,
     hosts: Sequence[str],
+    starts: Sequence[int],
     pools: Sequence[frozenset[str]] | None = None,
     ns_per_byte: float = 0.0,
     ranks: Speeds = None,
@@ -95,6 +96,7 @@ def make_plan(
 
     Args:
         hosts: the host name of every rank; equal names are one node.
+        starts: of every rank, nanoseconds that what it owns by earlier plans is predicted to take.
         pools: of every rank, the pools whose matrices it may own; None: all of them.
         ns_per_byte: what a byte of a matrix costs its owner, beside Newton–Schulz.
         ranks: how fast each rank of the job computes; None: all alike.
@@ -116,9 +118,8 @@ def make_plan(
         try:
             check_speeds(ranks)  # the job may have begun after a configuration was made
             speeds = [1.0 if ranks is None else float(ranks[member]) for member in ranks_of(group)]
-            chosen = _choose(
-                matrices, measured, solve or SolveOptions(), plan, planned_ranks(hosts, pools, speeds), ns_per_byte
-            )
+            own = planned_ranks(hosts, starts, pools, speeds)
+            chosen = _choose(matrices, measured, solve or SolveOptions(), plan, own, ns_per_byte)
             return [None, chosen.to_json(), chosen.origin]
         except Exception as fault:  # every rank must hear of it, whatever it is
             return [reason_of(fault), None, None]
@@ -179,7 +180,7 @@ def _solved(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: CostTable,
     """What the solver finds, or has found before: what took long is kept beside the costs, for the next start."""
     sources = [item.read_bytes() for item in resources.files("dmuon.solver").iterdir() if item.name.endswith(".py")]
     ordered = tuple(sorted(matrices, key=lambda m: m.name))
-    owners = [(r.index, r.node, r.speed, r.memory, None if r.pools is None else sorted(r.pools)) for r in ranks]
+    owners = [(r.index, r.node, *r.traits[:2], r.start_ns, None if r.pools is None else sorted(r.pools)) for r in ranks]
     question = repr((sorted(sources), ordered, owners, table, options))
     name = f"plan-{hashlib.sha256(question.encode()).hexdigest()}.json"
     with suppress(ValueError, RuntimeError):  # nothing is there that can be read, or the user has no home
@@ -219,12 +220,14 @@ def _find_costs(
     )
 
 
-def planned_ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None, speeds: Sequence[float]) -> list[Rank]:
+def planned_ranks(
+    hosts: Sequence[str], starts: Sequence[int], pools: Sequence[frozenset[str]] | None, speeds: Sequence[float]
+) -> list[Rank]:
     """The ranks as the solver takes them; nodes are numbered in the order of their first rank."""
     nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
     return [
-        Rank(index, nodes[host], speed, pools=None if pools is None else pools[index])
-        for index, (host, speed) in enumerate(zip(hosts, speeds, strict=True))
+        Rank(index, nodes[host], speed, pools=None if pools is None else pools[index], start_ns=start)
+        for index, (host, start, speed) in enumerate(zip(hosts, starts, speeds, strict=True))
     ]
 
 

@@ -37,6 +37,7 @@ class CacheKey:
         kernels: digest of what the kernels compute; comments, docstrings and file names do not change it.
         coefficients, steps: the Newton–Schulz run.
         compilers: names and versions of what makes kernels for a GPU; no part of files of earlier versions.
+        threads: of the CPU that compute together; 1 on a GPU, and in files of earlier versions, which one measured.
     """
 
     device: str
@@ -49,10 +50,11 @@ class CacheKey:
     coefficients: str
     steps: int
     compilers: str = ""
+    threads: int = 1
 
     def __post_init__(self) -> None:
-        for name, value, least in (("sm_count", self.sm_count, 0), ("steps", self.steps, 1)):
-            if value < least:
+        for name, least in (("sm_count", 0), ("steps", 1), ("threads", 1)):
+            if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} is {value}, less than {least}")
 
     @property

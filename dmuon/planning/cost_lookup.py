@@ -208,9 +208,10 @@ def _explicit(path: str | os.PathLike[str], key: CacheKey, shapes: Iterable[Shap
     match cache.matches(key):
         case "no":
             field, (recorded, own) = next(iter(cache.key.strict.differences(key.strict).items()))
+            setting = f"OMP_NUM_THREADS={own} " if field == "threads" else ""
             raise CostCacheError(
                 f"cost cache {os.fspath(path)}: key field {field!r} is {recorded!r}, this run's is {own!r}; "
-                "measure on this device with dmuon-profile"
+                f"measure on this device with {setting}dmuon-profile"
             )
         case "compatible":
             _warn_compatible(os.fspath(path), cache.key, key)

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 
 from dmuon.kernels import (
-    MIXED,
     Polynomial,
-    Storage,
     check_storage,
     coefficient_sequence,
     newton_schulz_flops,
@@ -37,14 +35,14 @@ class NsOptions:
 
     coefficients: str | tuple[float, ...] | tuple[tuple[float, ...], ...] = "polar_express"
     steps: int = 5
-    dtype: Storage | None = None
+    dtype: torch.dtype | None = None
 
     @classmethod
     def named(cls, given: Mapping[str, Any]) -> NsOptions:
         """Those that users write, and defaults for what is None or left out."""
         return cls(*(value if given.get(name) is None else given[name] for name, value in NS_DEFAULTS.items()))
 
-    def check(self, device: torch.device) -> tuple[Polynomial, Storage]:
+    def check(self, device: torch.device) -> tuple[Polynomial, torch.dtype]:
         """The coefficients of each step, and the dtype of products on ``device``.
 
         Raises:
@@ -83,6 +81,7 @@ def device_key(device: torch.device, options: NsOptions) -> CacheKey:
         coefficients=str(options.coefficients) if named else repr(coefficients),
         steps=options.steps,
         compilers=compilers,
+        threads=torch.get_num_threads() if device.type == "cpu" else 1,
     )
 
 
@@ -93,8 +92,8 @@ def options_of(key: CacheKey, name: str) -> NsOptions:
         CostCacheError: the key describes no run that this version can time; names file, field and remedy.
     """
     remedy = "measure anew with dmuon-profile"
-    dtype: Storage | None = MIXED if key.dtype == MIXED else getattr(torch, key.dtype, None)
-    if dtype != MIXED and not isinstance(dtype, torch.dtype):
+    dtype = getattr(torch, key.dtype, None)
+    if not isinstance(dtype, torch.dtype):
         raise CostCacheError(f"cost cache {name}: field 'key.dtype' is {key.dtype!r}, no dtype of torch; {remedy}")
     try:
         coefficients = ast.literal_eval(key.coefficients) if key.coefficients.startswith("(") else key.coefficients

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from dmuon.kernels import (
     HALF,
-    MIXED,
-    Storage,
     Variant,
     alternatives,
     batch_size,
@@ -38,14 +36,12 @@ _ROUND = 9  # samples that a spread is judged by
 _MAX_ROUNDS = 4  # on a machine that never settles, more rounds do not help
 _TRIALS = 3  # samples that a variant is judged by
 _CLEARLY = 0.95  # less of a gain is noise, and another form rounds otherwise
-_AGREEMENT: Mapping[Storage, float] = {
+_AGREEMENT: Mapping[torch.dtype, float] = {
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
-    MIXED: 1e-1,
     torch.float32: 1e-4,
     torch.float64: 1e-9,
 }
-_ROUNDED = (*HALF, MIXED)
 _GROWTH = 0.06  # of the largest singular value over the standard form's
 _POWERS = 30
 _LEVELS = (0.0, 1e-3, 1e-2)  # of noise in nearly singular matrices
@@ -72,8 +68,8 @@ def measure(
 
     Every shape's smallest batch is timed before any shape's next. What does not fit ``budget_s`` or the device's memory
     is left out. Forms and back ends of Newton–Schulz are tried first, in half of a batch's share of the budget; the
-    fastest is timed, and named in the result. Medians do not fall with batch size. On the CPU one thread works; the
-    setting is restored. Call :func:`build_kernels` before: compiling counts like anything else.
+    fastest is timed, and named in the result. Medians do not fall with batch size. On the CPU as many threads work as
+    torch is set to. Call :func:`build_kernels` before: compiling counts like anything else.
 
     Args:
         work: shape (small side, large side) to batch sizes.
@@ -179,7 +175,7 @@ def _fastest(
     dtype = storage_dtype(torch.float32, batch.device, options.dtype)
     best = choose_variant(batch.shape, batch.k, sequence, dtype, batch.device)
     # What trying one rival takes, in runs of the batch: four looks, and what ``_agrees`` runs.
-    runs = 4 * (_TRIALS + 1) + 3 + (2 * len(_LEVELS) / batch.k if dtype in _ROUNDED else 0)
+    runs = 4 * (_TRIALS + 1) + 3 + (2 * len(_LEVELS) / batch.k if dtype in HALF else 0)
 
     def quick(variant: Variant) -> int:
         update = batch.update(options, variant)
@@ -220,7 +216,7 @@ def _agrees(batch: _Batch, options: NsOptions, variant: Variant) -> bool:
     if not error <= _AGREEMENT[dtype]:
         warnings.warn(f"Newton–Schulz variant {variant} differs from the standard form by {error:.2g}; not used")
         return False
-    if dtype in _ROUNDED:
+    if dtype in HALF:
         for x in nearly_singular(batch.shape, batch.device):
             most, largest = (_largest_singular_value(form(x)) for form in (plain, partial(run, variant=variant)))
             if not largest <= most + _GROWTH:
@@ -328,20 +324,16 @@ def _isotonic(timings: Mapping[int, Timing]) -> dict[int, Timing]:
 def _clock(device: torch.device) -> Iterator[Clock]:
     if device.type == "cpu":
         cache = torch.empty(_CPU_CACHE_BYTES, dtype=torch.uint8)  # as below
+        # CPU time of this thread, where it is alone: other processes on the machine do not count.
+        now = time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
 
         def cpu_time(function: Callable[[], None]) -> int:
             cache.zero_()
-            # CPU time of this thread: other processes on the machine do not count.
-            start = time.thread_time_ns()
+            start = now()
             function()
-            return max(1, time.thread_time_ns() - start)
+            return max(1, now() - start)
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # spinning threads would time each other
-        try:
-            yield cpu_time
-        finally:
-            torch.set_num_threads(threads)
+        yield cpu_time
         return
     module = torch.get_device_module(device.type)
     with module.device(device):

@@ -67,8 +67,8 @@ def choose(
         ns: the Newton–Schulz run that costs are of.
     """
     assert plan.costs is not None, "a plan that was made now"
-    exchange = 2 * link.latency_ns
-    by_owners = max(plan.solution.loads_ns) + exchange
+    exchange, before = 2 * link.latency_ns, max(plan.solution.starts_ns, default=0)
+    by_owners = plan.solution.makespan_ns + exchange
     best: tuple[float, OwnerPlan | None] = by_owners, plan
     rest, chosen = list(matrices), dict[str, float]()
     by_size = sorted((m for m in matrices if m.name in candidates), key=lambda m: (-m.rows * m.cols, m.name))
@@ -80,15 +80,15 @@ def choose(
         if total >= best[0]:
             break
         planned = replan(fewer) if fewer else None
-        total += 0 if planned is None else max(planned.solution.loads_ns) + exchange
+        total += before if planned is None else planned.solution.makespan_ns + exchange
         if total >= best[0]:
             break
         best, rest = (total, planned), fewer
         chosen[matrix.name] = together
     if not chosen and len(small) == len(matrices):
         everything = replicated_ns(matrices, plan, link)
-        if everything < (1 - _ERROR) * by_owners:
-            of_one = Choice("replicated", everything / len(matrices), (everything, by_owners))
+        if before + everything < (1 - _ERROR) * by_owners:
+            of_one = Choice("replicated", everything / len(matrices), (before + everything, by_owners))
             return dict.fromkeys(small, of_one), plan
     if best[0] > (1 - _ERROR) * by_owners:
         return {}, plan

@@ -1,9 +1,8 @@
-"""Files that are whole or absent, JSON that is read strictly, and pictures, for which matplotlib is optional."""
+"""Files that are whole or absent, and JSON that is read strictly."""
 
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 _MAX_BYTES = 1 << 26
 _NAME = 40  # characters of a file's name in that of its temporary one; a name may have 255 bytes
@@ -208,30 +207,3 @@ def _key(hint: Any, text: str, name: str) -> Any:
         raise ValueError(f"field {name!r}: {text!r} is not like {like}")
     numbers = tuple(map(int, text.split("x")))
     return numbers if count > 1 else numbers[0]
-
-
-def new_figure(width: float, height: float, *, layout: Literal["constrained", "tight"] = "constrained") -> Any:
-    """An empty ``matplotlib.figure.Figure`` of so many inches, which knows no window and no other figure.
-
-    Args:
-        layout: who keeps labels apart, as ``Figure`` takes it.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("drawing needs matplotlib; install it with pip install 'dmuon[bench]'") from None
-    return Figure(figsize=(width, height), layout=layout)
-
-
-def save_png(figure: Any, path: Path) -> None:
-    """Replace the file at ``path`` by the picture, in one step.
-
-    Raises:
-        OSError: the folder cannot be written; what was there is left as it is.
-    """
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110)
-    write_bytes(path, image.getvalue())

@@ -407,6 +407,30 @@ def _fsdp_groups(module: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def unsharded_together(module: FSDPModule) -> list[tuple[Any, list[Tensor]]]:
+    """What FSDP2 gathers at once of the parameters of this module, and the sharded ones of each."""
+    return [(group, [place.sharded_param for place in group.fsdp_params]) for group in _fsdp_groups(module)]
+
+
+def before_unshard(group: Any, act: Callable[[], None]) -> None:
+    """Let ``act``, which changes weights, run once, before FSDP2 next gathers those of ``group``, whoever asks."""
+
+    def unshard(*args: Any, **options: Any) -> None:
+        unshards_as_usual(group)
+        act()
+        if group.device.type != "cpu":  # FSDP2 lets these streams wait for an optimizer where a root begins only
+            current = group.device_handle.current_stream()
+            group.comm_ctx.all_gather_copy_in_stream.wait_stream(current)
+            group.comm_ctx.all_gather_stream.wait_stream(current)
+        group.unshard(*args, **options)
+
+    group.unshard = unshard
+
+
+def unshards_as_usual(group: Any) -> None:
+    group.__dict__.pop("unshard", None)
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the back end that moves tensors of ``device``, whatever the group was declared with."""
     name: str = group._get_backend(device).name()

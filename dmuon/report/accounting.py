@@ -12,7 +12,6 @@ import torch
 from dmuon.dedicated.buffer import OwnedBuffer, fills_wait
 from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.runtime import Runtime
-from dmuon.kernels import Storage
 from dmuon.layout.buffer import Spans
 from dmuon.layout.matrices import Strategy
 from dmuon.layout.messages import Message, parcel_messages, region_messages
@@ -105,13 +104,13 @@ def expected_memory(runtime: Runtime) -> Memory:
 
 
 def expected_traffic(
-    runtime: Runtime, micro_batches: int = 1, *, reductions: int = 1, ns_dtype: Storage | None = None, ns_steps: int = 5
+    runtime: Runtime, micro_batches: int = 1, *, reductions: int = 1, ns_dtype: torch.dtype | None = None
 ) -> Traffic:
     """Collectives of one step: forward and backward of every micro-batch, and ``step()``.
 
     Args:
         reductions: backwards that reduce gradients; the others accumulate.
-        ns_dtype, ns_steps: as given to ``dmuon.Muon``; tensor-parallel updates return as the last step leaves them.
+        ns_dtype: as given to ``dmuon.Muon``; tensor-parallel updates return in it.
     """
     comm = runtime.comm
     calls: Counter[str] = Counter()
@@ -122,7 +121,7 @@ def expected_traffic(
             calls[message.purpose] += message.calls
             nbytes[message.purpose] += message.nbytes
     if comm.tensor is not None:
-        group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": ns_steps, "orthogonalize": None}
+        group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": 5, "orthogonalize": None}
         residency = Dedicated(runtime, [])
         for round_ in residency.rounds([make_batches(residency.tasks(), torch.device("meta"))]):
             if not isinstance(round_, ExchangedRound):
@@ -210,17 +209,17 @@ def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: tor
 def gram_message(batch: SharedBatch, group: Mapping[str, Any], device: torch.device) -> Message:
     """The sums of the Gram matrices of a batch of which ranks have slices."""
     numerics = numerics_of(group, batch.dtype, device)
-    blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.begins.itemsize)
+    blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.storage.itemsize)
     return Message("sum", "domain", None, None, blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
 
 
 def travel_bytes(
     group: Mapping[str, Any], momentum: torch.dtype, device: torch.device, strategy: Strategy = "owner"
 ) -> tuple[int, int]:
-    """Bytes of an element of momentum on its way to its owner, and of an update on its way back."""
+    """Bytes of an element of momentum (or gradient) on its way to its owner, and of an update on its way back."""
     numerics = numerics_of(group, momentum, device)
-    normalized = numerics.sent_normalized or strategy == "sharded"
-    return (numerics.begins if normalized else momentum).itemsize, numerics.ends.itemsize
+    normalized = strategy == "sharded" or (numerics.sent_normalized and strategy != "full_replication")
+    return (numerics.storage if normalized else momentum).itemsize, numerics.storage.itemsize
 
 
 def _sizes(spans: Spans) -> dict[int, int]:

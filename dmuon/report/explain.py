@@ -17,7 +17,7 @@ from dmuon.dedicated.dedication import Dedication, dedication_of, dedications
 from dmuon.dedicated.matrix import resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime
-from dmuon.kernels import storage_dtype, storage_spans
+from dmuon.kernels import storage_dtype
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
@@ -222,7 +222,7 @@ def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRo
         count,
         shape_text(shape),
         first.lies if len(lies) == 1 else pattern(first.lies),
-        ranks_text(row.owner for row in rows) if first.strategy == "owner" else first.strategy,
+        first.strategy if first.owner is None and first.strategy != "owner" else ranks_text(row.owner for row in rows),
         _batches(rows),
         first.runs,
         time_text(sum(known)) if known else "" if first.owner is None else time_text(None),
@@ -317,9 +317,7 @@ def _newton_schulz(optimizer: Muon) -> list[str]:
         elif group["use_muon"] and group["params"]:
             momentum = torch.promote_types(group["params"][0].dtype, torch.float32)
             storage = storage_dtype(momentum, group["params"][0].device, group["ns_dtype"])
-            spans = storage_spans(storage, group["ns_steps"])
-            steps = ", ".join(f"{stop - start} steps in {dtype}" for dtype, start, stop in spans)
-            lines.append(f"Newton-Schulz: {group['ns_coefficients']}, {steps}")
+            lines.append(f"Newton-Schulz: {group['ns_coefficients']}, {group['ns_steps']} steps in {storage}")
     return sorted(set(lines))
 
 

@@ -131,7 +131,7 @@ def _calls(optimizer: Muon) -> Iterator[_Call]:
                 owner = round_.owners[batch.position]
             else:
                 numerics = numerics_of(group, batch.dtype, batch.device)
-                if isinstance(batch, SharedBatch) and batch.parcel.strategy == "owner":
+                if isinstance(batch, SharedBatch) and batch.parcel.has_owner:
                     owner = batch.domain.ranks[batch.parcel.owner]
                 elif isinstance(batch, SharedBatch):
                     others = batch.domain.ranks
@@ -215,7 +215,7 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
             number=None,
             shape=tuple(batch.params[0].shape) if whole else batch.shape,
             lies=_lies(batch, whole=whole),
-            owner=call.owner if strategy == "owner" else None,
+            owner=call.owner if strategy in ("owner", "fused") else None,
             call=call.number,
             batch=0 if whole else batch.count,
             runs=call.runs,
@@ -291,7 +291,7 @@ def _ranks(ranks: Sequence[GlobalRank]) -> str:
 
 
 def _is_planned(parcel: Parcel) -> bool:
-    return len(parcel.holders) > 1 and parcel.strategy == "owner"
+    return len(parcel.holders) > 1 and parcel.has_owner
 
 
 # -- predictions ----------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ class SharedBatch(Batch):
     @property
     def is_owned(self) -> bool:
         """Whether this rank orthogonalizes them, perhaps as others do."""
-        return self.parcel.strategy != "owner" or self.parcel.owner == self.domain.position
+        return not self.parcel.has_owner or self.parcel.owner == self.domain.position
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -83,10 +83,6 @@ class Residency(ABC):
         """What each plan predicts for each of its ranks, in nanoseconds."""
         return []
 
-    def repeated(self) -> list[str]:
-        """Names of matrices that other ranks may have copies of, and orthogonalize too, though nothing says so."""
-        return []
-
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:

@@ -36,7 +36,7 @@ from dmuon.layout.matrices import Parcel, Strategy
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
 from dmuon.step.row_moments import RowMoments
-from dmuon.step.update import Done, StepRecord, apply, fold, numerics_of, orthogonalize, with_zeros
+from dmuon.step.update import Done, Numerics, StepRecord, apply, fold, numerics_of, orthogonalize, with_zeros
 
 
 @dataclass(slots=True, eq=False)
@@ -238,33 +238,14 @@ class ExchangedRound(Round):
         parts: dict[int, Tensor] = {}
         with timer.phase("momentum"):
             for bundle in self.bundles:
-                batch = bundle.joint
-                runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
-                if norms is None:
-                    found = fold(group, batch, runs, momentum_update)
-                else:
-                    of_bundle, found = torch.cat([norms[i] for i in bundle.numbers]), []
-                    kernel = partial(normalized_update, beta=group["momentum"], nesterov=group["nesterov"])
-                    for start, end in runs:  # gradients are in momentum already, unless that is rounded
-                        rows = of_bundle[start * batch.each : end * batch.each]
-                        grads, momentum = batch.gradients(start, end, group["l2"]), batch.momentum(start, end)
-                        if batch.is_rounded:
-                            momentum_norms(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"])
-                            batch.put_momentum(start, end, momentum)
-                        found.append(kernel(grads, momentum, rows, storage=numerics.storage, eps=group["eps"]))
-                if runs is not batch.whole:
-                    shape = batch.momentum(0, len(batch.params)).shape
-                    dtype = batch.dtype if norms is None else numerics.begins
-                    found = [with_zeros(found, batch, runs, torch.zeros(shape, dtype=dtype, device=batch.device))]
-                [update] = found
-                del found
+                update = self._sent(step, bundle, numerics, norms)
                 if bundle.owned:
                     parts |= zip(bundle.numbers, update.split(bundle.counts), strict=True)
                 else:
                     parts[bundle.numbers[0]] = update
                 del update  # of which only what is kept outlives the packing
         with timer.phase("exchange"):
-            like = self._like if norms is None else self._like.to(numerics.begins)
+            like = self._like if norms is None else self._like.to(numerics.storage)
             gathering = Redistribution(self._before, parts, like, f"gather of {self._what}")
         del parts
         yield False
@@ -276,15 +257,12 @@ class ExchangedRound(Round):
             batch = self.batches[i]
             x = whole.pop(i)
             with timer.phase("momentum"):
-                if norms is None:
-                    x, of_batch = normalized(x, storage=numerics.storage, eps=group["eps"])
-                else:
-                    x, of_batch = x.to(carrier_dtype(x.device, numerics.storage)), norms[i]
+                x, of_batch = self._begun(step, i, x, numerics, norms)
             whole[i], done = self.orthogonalize(numerics, batch, batch.whole[0], x, of_batch, timer)
             del x
             step.done += [done] if batch.ids <= step.present else _of_runs(done, batch, batch.runs(step.present))
         with timer.phase("exchange"):
-            like = self._like.to(numerics.ends)
+            like = self._like.to(numerics.storage)
             arriving: Redistribution | Copying
             arriving = Redistribution(self._after, whole, like, f"scatter of {self._what}")
         del whole
@@ -308,15 +286,46 @@ class ExchangedRound(Round):
             for i in bundle.numbers:
                 if i in updates:
                     arrived.append(updates.pop(i))
-            batch = bundle.joint
-            runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
-            if runs is batch.whole:
-                apply(group, batch, runs[0], arrived, timer, record=step.record)
+            joint = bundle.joint
+            runs = joint.whole if joint.ids <= step.present else joint.runs(step.present)
+            if runs is joint.whole:
+                apply(group, joint, runs[0], arrived, timer, record=step.record)
             elif runs:
                 update = arrived[0] if len(arrived) == 1 else torch.cat(arrived)
                 for start, end in runs:
-                    rows = update[start * batch.each : end * batch.each]
-                    apply(group, batch, (start, end), rows, timer, record=step.record)
+                    rows = update[start * joint.each : end * joint.each]
+                    apply(group, joint, (start, end), rows, timer, record=step.record)
+
+    def _sent(self, step: Step, bundle: Bundle, numerics: Numerics, norms: Sequence[Tensor] | None) -> Tensor:
+        """What this rank sends of a bundle: gradients go into momentum, unless they are in it with ``norms``."""
+        group, batch = step.options[self.index], bundle.joint
+        runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
+        if norms is None:
+            found = fold(group, batch, runs, momentum_update)
+        else:
+            of_bundle, found = torch.cat([norms[i] for i in bundle.numbers]), []
+            kernel = partial(normalized_update, beta=group["momentum"], nesterov=group["nesterov"])
+            for start, end in runs:  # gradients are in momentum already, unless that is rounded
+                rows = of_bundle[start * batch.each : end * batch.each]
+                grads, momentum = batch.gradients(start, end, group["l2"]), batch.momentum(start, end)
+                if batch.is_rounded:
+                    momentum_norms(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"])
+                    batch.put_momentum(start, end, momentum)
+                found.append(kernel(grads, momentum, rows, storage=numerics.storage, eps=group["eps"]))
+        if runs is not batch.whole:
+            shape = batch.momentum(0, len(batch.params)).shape
+            dtype = batch.dtype if norms is None else numerics.storage
+            found = [with_zeros(found, batch, runs, torch.zeros(shape, dtype=dtype, device=batch.device))]
+        [update] = found
+        return update
+
+    def _begun(
+        self, step: Step, number: int, x: Tensor, numerics: Numerics, norms: Sequence[Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """What Newton–Schulz takes of a batch that was gathered, and the norms of its matrices."""
+        if norms is None:
+            return normalized(x, storage=numerics.storage, eps=step.options[self.index]["eps"])
+        return x.to(carrier_dtype(x.device, numerics.storage)), norms[number]
 
     def _with_scaled_rows(self, step: Step, updates: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """By number of the batch, as ``updates`` are, or by that of the first one of several that are one tensor."""
@@ -390,7 +399,8 @@ def exchanged_rounds(
             lanes.setdefault(key, {}).setdefault(batch.parcel.owner, []).append(batch)
     for (strategy, _, _), by_owner in lanes.items():
         kind = ExchangedRound if kinds is None else kinds[strategy]
-        packs = [_packed(sorted(by_owner[owner], key=order), small_numel, nbytes) for owner in sorted(by_owner)]
+        first = in_model_order if strategy == "fused" else order
+        packs = [_packed(sorted(by_owner[owner], key=first), small_numel, nbytes) for owner in sorted(by_owner)]
         for number, of_owners in enumerate(zip_longest(*packs, fillvalue=())):
             members = [batch for pack in of_owners for batch in pack]
             for some in [members] if together else [[batch] for batch in members]:

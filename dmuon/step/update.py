@@ -16,16 +16,13 @@ from dmuon.comm.norm import local_terms
 from dmuon.kernels import (
     HALF,
     Polynomial,
-    Storage,
     Variant,
     adapted,
     apply_update_,
     choose_variant,
     coefficient_sequence,
-    first_dtype,
     run,
     storage_dtype,
-    storage_spans,
     update_scale,
     variant_fault,
 )
@@ -61,17 +58,14 @@ class Numerics:
     """In which dtypes Newton–Schulz runs with which coefficients, for momentum of one dtype on one device.
 
     Attributes:
-        begins: the dtype that its first step takes.
-        ends: that of its last step, in which updates travel, also where tensors are wider: so it is the same on all
-            ranks, of whose CPUs only some may multiply it.
+        storage: the dtype in which updates travel, also where tensors are wider: so it is the same on all ranks, of
+            whose CPUs only some may multiply it.
         sent_normalized: parts are divided by norms of the whole before they travel, since that halves their bytes.
         function: the user's, in place of Newton–Schulz; it takes and gives the dtype of the momentum.
     """
 
     sequence: Polynomial
-    storage: Storage
-    begins: torch.dtype
-    ends: torch.dtype
+    storage: torch.dtype
     sent_normalized: bool
     function: Orthogonalize | None = None
 
@@ -83,18 +77,17 @@ def numerics_of(group: Mapping[str, Any], dtype: torch.dtype, device: torch.devi
         coefficients = tuple(tuple(one) if isinstance(one, Sequence) else one for one in coefficients)
     function = group.get("orthogonalize")
     if function is not None:
-        return Numerics(coefficient_sequence("classic", 5), dtype, dtype, dtype, False, function)
+        return Numerics(coefficient_sequence("classic", 5), dtype, False, function)
     return _numerics(coefficients, group["ns_steps"], group["ns_dtype"], dtype, device)
 
 
 @lru_cache(maxsize=256)
 def _numerics(
-    coefficients: Any, steps: int, ns_dtype: Storage | None, dtype: torch.dtype, device: torch.device
+    coefficients: Any, steps: int, ns_dtype: torch.dtype | None, dtype: torch.dtype, device: torch.device
 ) -> Numerics:
     storage = storage_dtype(dtype, device, ns_dtype)
-    begins, ends = first_dtype(storage), storage_spans(storage, steps)[-1][0]
-    halved = dtype == torch.float32 and begins in HALF
-    return Numerics(coefficient_sequence(coefficients, steps), storage, begins, ends, halved)
+    halved = dtype == torch.float32 and storage in HALF
+    return Numerics(coefficient_sequence(coefficients, steps), storage, halved)
 
 
 def fold(

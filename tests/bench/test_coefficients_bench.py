@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,14 +45,3 @@ def test_the_range_of_the_preset_is_proven_on_the_whole_interval(coefficients: M
 
 def test_the_top_bears_what_rounding_adds_to_the_norm(coefficients: ModuleType) -> None:
     assert coefficients.prove(SQUARES, 1.0, 1.002)[1] <= 1.13 + 0.06
-
-
-def test_the_proof_sees_a_peak_that_a_grid_does_not(coefficients: ModuleType) -> None:
-    """Against the extrema by calculus."""
-    square = replace(SQUARES.blocks[0][0], square=2.0, addends=(-4.0,), identity=3.0)
-    quintic = replace(SQUARES, name="", blocks=((square,),))  # s (2 r² - 4 r + 3), r = s²
-    low, high = coefficients.prove(quintic, 0.1, 1.0, accuracy=1e-6)
-    roots = [math.sqrt(r) for r in ((12 + math.sqrt(144 - 120)) / 20, (12 - math.sqrt(144 - 120)) / 20)]
-    exact = [s * (2 * s**4 - 4 * s**2 + 3) for s in (0.1, 1.0, *roots)]
-    assert low == pytest.approx(min(exact), abs=3e-6) and high == pytest.approx(max(exact), abs=3e-6)
-    assert low <= min(exact) and high >= max(exact)

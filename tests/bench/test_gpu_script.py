@@ -111,16 +111,3 @@ def test_it_runs_from_a_checkout_that_is_not_installed(checkout: Path) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     found = json.loads((checkout / "out" / "found.json").read_text())
     assert found["models"] and not found["faults"]
-
-
-@pytest.mark.slow
-def test_it_takes_the_checkout_it_stands_in_before_what_is_installed(checkout: Path) -> None:
-    program = (
-        "import sys; sys.path.insert(0, 'bench'); import common.checkout, dmuon, dmuon.profiles; "
-        "print(dmuon.__file__, dmuon.kernels.__file__, dmuon.solver.__file__, dmuon.profiles.__file__)"
-    )
-    command = [sys.executable, "-c", program]  # here with all that is installed
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=checkout)
-    assert done.returncode == 0, done.stderr
-    folders = [Path(path).parent.relative_to(checkout).as_posix() for path in done.stdout.split()]
-    assert folders == ["dmuon", "kernels", "solver", "profiles"]

@@ -1,4 +1,4 @@
-"""Cost cache files, as ``dmuon-profile`` reads and writes them: what is refused, and that writers never harm others."""
+"""Cost cache files: what is refused, and that writers never harm others."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.commands import command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-main = command("dmuon-profile")
-
+from dmuon.kernels import user_cache_directory
+from dmuon.planning.cost_cache import CostCache, CostCacheError
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = {
     "device": "Device X", "sm_count": 132, "driver": "550.1", "torch": "2.13.0", "cuda": "12.8", "dtype": "float16",
-    "kernels": "abc123", "coefficients": "polar_express", "steps": 5, "compilers": "triton 3.6.0",
+    "kernels": "abc123", "coefficients": "polar_express", "steps": 5, "compilers": "triton 3.6.0", "threads": 1,
 }  # fmt: skip
 T = "entries/64x256/1"
 
@@ -45,15 +44,16 @@ def write(path: Path, content: object) -> Path:
 
 
 @pytest.fixture
-def merged(tmp_path: Path, ended: Callable[..., Any]) -> Callable[..., Any]:
-    """How a merge of files with these contents ended, and what it wrote; None where it was refused."""
+def merged(tmp_path: Path) -> Callable[..., Any]:
+    """Why a file with this content is refused, and what saving its cache elsewhere leaves there."""
 
-    def merge(*contents: object, into: str = "out.json") -> tuple[Any, Any]:
-        paths = [write(tmp_path / f"given{i}.json", content) for i, content in enumerate(contents)]
+    def merge(content: object, into: str = "out.json") -> tuple[str, Any]:
         out = tmp_path / into
-        done = ended(main, "--merge", *paths, "--out", out)
-        assert done.status in (0, 2)
-        return done, json.loads(out.read_bytes()) if done.status == 0 else None
+        try:
+            CostCache.load(write(tmp_path / "given.json", content)).save(out)
+        except CostCacheError as error:
+            return str(error), None
+        return "", json.loads(out.read_bytes())
 
     return merge
 
@@ -93,12 +93,12 @@ def test_corrupted_bytes_are_refused_by_name_or_still_valid(merged: Callable[...
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     if data.draw(st.booleans()):
         del good[data.draw(st.integers(0, len(good))) :]
-    done, found = merged(bytes(good), into=f"out{data.draw(st.integers(0, 2**60))}.json")
+    refused, found = merged(bytes(good), into=f"out{data.draw(st.integers(0, 2**60))}.json")
     if found is None:
-        assert "given0.json" in done.err and "dmuon-profile" in done.err
+        assert "given.json" in refused and "dmuon-profile" in refused
     else:  # a digit or a letter changed into another: still a consistent cache
-        again, same = merged(found, into=f"again{data.draw(st.integers(0, 2**60))}.json")
-        assert again.status == 0 and same == found
+        _, same = merged(found, into=f"again{data.draw(st.integers(0, 2**60))}.json")
+        assert same == found
 
 
 def broken(path: str, value: object) -> bytes:
@@ -141,31 +141,31 @@ def broken(path: str, value: object) -> bytes:
 def test_an_invalid_file_is_refused_naming_file_field_and_remedy(
     merged: Callable[..., Any], tmp_path: Path, data: bytes, message: str
 ) -> None:
-    done, found = merged(data)
-    assert found is None and message in done.err
-    assert str(tmp_path / "given0.json") in done.err and "dmuon-profile" in done.err
+    refused, found = merged(data)
+    assert found is None and message in refused
+    assert str(tmp_path / "given.json") in refused and "dmuon-profile" in refused
 
 
-@pytest.mark.parametrize("path", ["key/compilers", f"{T}/variant"])
-def test_what_files_of_earlier_versions_lack_is_empty(merged: Callable[..., Any], path: str) -> None:
+@pytest.mark.parametrize(("path", "usual"), [("key/compilers", ""), ("key/threads", 1), (f"{T}/variant", "")])
+def test_what_files_of_earlier_versions_lack_is_as_it_was(merged: Callable[..., Any], path: str, usual: object) -> None:
     _, found = merged(broken(path, ...))
     for part in path.split("/"):
         found = found[part]
-    assert found == ""
+    assert found == usual
 
 
 @pytest.mark.pitfall("P50")
 def test_writing_over_anything_else_is_refused_and_leaves_it(merged: Callable[..., Any], tmp_path: Path) -> None:
     for content in (b"precious", json.dumps(document(device="Device Y")).encode()):
         path = write(tmp_path / "out.json", content)
-        done, found = merged(document())
-        assert found is None and "out.json" in done.err and path.read_bytes() == content
+        refused, found = merged(document())
+        assert found is None and "out.json" in refused and path.read_bytes() == content
 
 
 def merge_many(folder: Path, writer: int, rounds: int) -> None:
     for i in range(rounds):
         given = write(folder / f"{writer}.json", document({f"{writer + 1}x{64 + i}": {"1": timing(i + 1)}}))
-        assert main(["--merge", str(given), "--out", str(folder / "costs" / "all.json")]) == 0
+        CostCache.load(given).save(folder / "costs" / "all.json")
 
 
 @pytest.mark.pitfall("P50")
@@ -189,16 +189,13 @@ def test_concurrent_writers_and_readers_never_see_half_a_file(tmp_path: Path) ->
     assert set() < set(json.loads((folder / "all.json").read_bytes())["entries"]) <= written
 
 
-def test_the_users_cache_follows_the_xdg_convention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., Any]
-) -> None:
+def test_the_users_cache_follows_the_xdg_convention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for home, folder in ((str(tmp_path / "xdg"), tmp_path / "xdg"), ("relative", tmp_path / "home" / ".cache")):
         monkeypatch.setenv("XDG_CACHE_HOME", home)
-        assert f"in {folder / 'dmuon'};" in ended(main, "--show", "--device", "cpu").err
+        assert user_cache_directory() == folder / "dmuon"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "profiles").glob("*.json")), ids=lambda path: path.name)
-def test_shipped_profiles_are_valid(path: Path, ended: Callable[..., Any]) -> None:
-    done = ended(main, "--show", path)
-    assert done.status == 0 and len(done.out.splitlines()) > 3
+def test_shipped_profiles_are_valid(path: Path) -> None:
+    assert CostCache.load(path).entries

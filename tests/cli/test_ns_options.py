@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness.assertions import raised_by
 from harness.commands import command
+from harness.on_ranks import on_ranks
 from harness.toy import build, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,11 +34,8 @@ def cache(tmp_path: Path, ended: Callable[..., Any]) -> Path:
     return out
 
 
-def test_a_cache_of_another_run_is_read_by_whoever_says_so(ranks: Any, cache: Path) -> None:
-    ranks(2, use, cache)
-
-
-def use(rank: int, world: int, cache: Path) -> None:
+@on_ranks(2)
+def test_a_cache_of_another_run_is_read_by_whoever_says_so(rank: int, world: int, cache: Path) -> None:
     mesh = init_device_mesh("cpu", (world,))
     refused = raised_by(lambda: dmuon.dedicate_params(build(), mesh, costs=cache))
     assert refused.matches(ValueError, "key field 'dtype' is 'bfloat16', this run's is 'float32'"), refused
@@ -72,11 +70,8 @@ def test_without_a_word_the_defaults_are_what_they_were() -> None:
         ({"ns_dtype": "fp8"}, "ns_coefficients, ns_steps or ns_dtype: "),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_on_all_ranks(ranks: Any, wrong: dict[str, Any], says: str) -> None:
-    ranks(2, refuse, wrong, says)
-
-
-def refuse(rank: int, world: int, wrong: dict[str, Any], says: str) -> None:
+@on_ranks(2)
+def test_a_run_that_cannot_be_is_refused_on_all_ranks(rank: int, world: int, wrong: dict[str, Any], says: str) -> None:
     mesh = init_device_mesh("cpu", (world,))
     raised = raised_by(lambda: dmuon.dedicate_params(build(), mesh, costs="flops", **wrong))
     assert raised.matches((TypeError, ValueError), says), raised

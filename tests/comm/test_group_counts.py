@@ -8,28 +8,24 @@ import pytest
 from harness.checkpoints import start
 from harness.inside import group_names
 from harness.on_ranks import on_ranks
-from harness.topologies import lay
-from harness.toy import build
-
-from dmuon.comm import context, process_groups
 
 LINE = {"weights_along_s": 1, "gradients_along_s": 1}
 COLUMN = {"weights_along_r": 1, "gradients_along_r": 1}
-OWN = {"average": 1}  # where dmuon averages what nobody shards
+OWN = {"group": 1, "average": 1}
 TENSOR = {"control": 1, "tensor": 1}
 
-# By layout, as docs/communication.md says it: what is made when a model is dedicated, and by the first backward.
-MADE: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    "1d": ({"group": 1, **LINE}, {}),
-    "1d-two-lines": ({"group": 1, **LINE}, OWN),
-    "ddp-2": ({"group": 1, **COLUMN}, OWN),
-    "hsdp": ({"group": 1, **LINE, **COLUMN}, {}),
-    "hsdp-two-lines": ({"group": 1, **LINE, **COLUMN}, OWN),
-    "tp-fsdp": ({"group": 1, **TENSOR, **LINE}, {}),
-    "tp-two-lines": ({"group": 1, **TENSOR, **LINE}, {}),  # averages go over "group", votes over "control"
-    "fsdp2-2": ({"exchange": 1}, {}),
-    "fsdp2-hsdp": ({"exchange": 1, "copies": 1}, {}),
-    "ddp": ({"exchange": 1}, {}),  # all ranks have a copy: these are the domain
+# By layout, as docs/communication.md says it: what is made when a model is dedicated, and nothing later.
+MADE: dict[str, dict[str, int]] = {
+    "1d": {**OWN, **LINE},
+    "1d-two-lines": {**OWN, **LINE},
+    "ddp-2": {**OWN, **COLUMN},
+    "hsdp": {**OWN, **LINE, **COLUMN},
+    "hsdp-two-lines": {**OWN, **LINE, **COLUMN},
+    "tp-fsdp": {"group": 1, **TENSOR, **LINE},
+    "tp-two-lines": {"group": 1, **TENSOR, **LINE},  # averages go over "group", votes over "control"
+    "fsdp2-2": {"exchange": 1},
+    "fsdp2-hsdp": {"exchange": 1, "copies": 1},
+    "ddp": {"exchange": 1},  # all ranks have a copy: these are the domain
 }
 
 
@@ -42,12 +38,9 @@ def count(layout: str) -> None:
     run = start(layout)
     run.optimizer.state_dict()
     laid = group_names()
-    run.train(range(1))
-    first = group_names()
-    run.train(range(1, 4))
-    dedicated, later = MADE[layout]
-    assert (purposes(laid - before), purposes(first - laid)) == (dedicated, later)
-    assert group_names() <= first
+    assert purposes(laid - before) == MADE[layout]
+    run.train(range(4))
+    assert group_names() <= laid
 
 
 def slowly(layout: str) -> object:
@@ -65,17 +58,3 @@ def test_no_more_groups_than_purposes_on_two_ranks(rank: int, world: int, layout
 @on_ranks(4)
 def test_no_more_groups_than_purposes_on_four_ranks(rank: int, world: int, layout: str) -> None:
     count(layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bound", [False, True])
-@on_ranks(2)
-def test_averages_have_a_group_from_the_start_where_it_is_split_off_another(rank: int, world: int, bound: bool) -> None:
-    """Splitting a communicator while something may be under way over it is nothing for mid-training."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (context, process_groups):
-            patch.setattr(module, "default_group_is_bound", lambda: bound)
-        laid = lay("1d-two-lines", build())
-        before = group_names()
-        laid.backward(0)
-    assert len(group_names() - before) == (0 if bound else 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +25,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 import dmuon
 from dmuon import create_dtensor_config
 from dmuon.comm import domain as exchange
-from dmuon.comm import process_groups
 from dmuon.layout.shards import layout_of
 from dmuon.solver import CostTable
 
@@ -113,22 +111,6 @@ def test_gather_then_redistribute_is_the_identity(ranks: RankPool, world: int, c
     some = drawn(world, count, number)
     assert len(some) >= count
     assert ranks(world, there_and_back, some) == [len(some)] * world
-
-
-@pytest.mark.pitfall("P14")
-@pytest.mark.slow
-@on_ranks(4)
-def test_the_smallest_matrices_travel(rank: int, world: int) -> None:
-    """Every placement of ``(1, 1)``, ``(1, n)`` and ``(n, 1)``: most ranks have nothing."""
-    placements = [("replicate", 0, 0), ("shard", 0, 0), ("shard", 1, 0), ("strided", 0, 2)]
-    some: list[Case] = [
-        (sizes, shape, pair[: len(sizes)], "fp32", rank_)
-        for sizes in [(world,), (2, 2)]
-        for shape in [(1, 1), (1, 5), (3, 1)]
-        for pair in product(placements, repeat=len(sizes))
-        for rank_ in (0, world - 1)
-    ]
-    assert there_and_back(rank, world, some) == 3 * 2 * (4 + 16)
 
 
 @pytest.mark.pitfall("P04", "P14")
@@ -219,21 +201,3 @@ def laid(whole: Tensor, piece: Any, mesh: DeviceMesh, placements: Sequence[Place
 def test_random_layouts_train_as_one_process(rank: int, world: int, count: int) -> None:
     for case in range(count):
         trained_as_one_process(rank, world, 100 * world + case)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_copies_travel_where_all_ranks_have_to_make_all_groups(rank: int, world: int) -> None:
-    """As with a default process group that is bound to a device; one of the matrices is too small for all ranks."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    with (
-        patch.object(exchange, "default_group_is_bound", lambda: True),
-        patch.object(process_groups, "default_group_is_bound", lambda: True),
-    ):
-        config = create_dtensor_config(costs="flops")
-        for shape, owner in (((1, 3), 2), ((4, 3), 3)):
-            whole = numbered(shape)
-            tensor = distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None)
-            found = config.gather_fn(tensor, owner, config.state)
-            assert found is None if rank != owner else torch.equal(found, whole)
-            assert torch.equal(config.redistribute_fn(found, owner, config.state), tensor.to_local())

@@ -28,7 +28,7 @@ def test_groups_have_the_limit_of_the_default_group_unless_told(rank: int, world
         comm = dedications(lay("1d", build(), comm=dmuon.CommOptions(timeout=timeout)).model)[0].runtime.comm
         assert comm.row is not None
         domain = make_domain(range(world), CPU, timeout)
-        for group in (comm.control, comm.average_group(), comm.row.weights.group, domain.group):
+        for group in (comm.control, comm.averages, comm.row.weights.group, domain.group):
             assert limit_of(group).total_seconds() == seconds
 
 

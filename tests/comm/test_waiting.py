@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.comm import waiting
+from dmuon.comm import monitor
 from dmuon.comm.agreement import run_awaited
 from dmuon.planning import agreed_plan, cost_lookup
 
@@ -55,7 +55,10 @@ def test_work_that_takes_longer_than_a_collective_may_is_waited_for(ranks: RankP
     ranks(3, slower_than_the_group, worker)
 
 
-def one_is_interrupted(rank: int, world: int, worker: int, victim: int) -> None:
+@pytest.mark.pitfall("P71")
+@pytest.mark.parametrize(("worker", "victim"), [(0, 0), pytest.param(0, 1, marks=pytest.mark.slow)])
+@on_ranks(3)
+def test_an_interrupt_ends_all_ranks_whoever_works(rank: int, world: int, worker: int, victim: int) -> None:
     def work() -> None:
         if rank == victim:
             threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -74,12 +77,6 @@ def one_is_interrupted(rank: int, world: int, worker: int, victim: int) -> None:
         with pytest.raises(dmuon.CollectiveError, match=says):
             run_awaited(group, CPU, "a long work", work)
     assert time.monotonic() - begin < SPARE
-
-
-@pytest.mark.pitfall("P71")
-@pytest.mark.parametrize(("worker", "victim"), [(0, 0), pytest.param(0, 1, marks=pytest.mark.slow)])
-def test_an_interrupt_ends_all_ranks_whoever_works(ranks: RankPool, worker: int, victim: int) -> None:
-    ranks(3, one_is_interrupted, worker, victim)
 
 
 # -- through dedicate_params ---------------------------------------------------------------------------------------
@@ -140,7 +137,14 @@ def test_an_interrupt_of_dedicate_params_ends_every_rank_with_a_named_error(wher
     assert other.seconds < SPARE + 10.0
 
 
-@pytest.mark.parametrize("alone", ["vote before step()", "norm of tensors", "of torch.distributed, for network.py:"])
+@pytest.mark.parametrize(
+    "alone",
+    [
+        "vote before step()",
+        "of torch.distributed, for network.py:",
+        pytest.param("norm of tensors", marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(2)
 def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alone: str) -> None:
     """Of a step, a norm or a forward that one rank takes alone, until the other comes; quick waits say nothing."""
@@ -150,7 +154,7 @@ def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alo
     logging.getLogger("dmuon.comm").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("_watcher", None), ("_SECONDS", 1.0), ("_POLL_SECONDS", 0.2)):
-            patch.setattr(waiting, name, value)
+            patch.setattr(monitor, name, value)
         model, mesh = build(), init_device_mesh("cpu", (world,))
         if alone == "norm of tensors":
             dmuon.dedicate_params(model, mesh, costs="flops")
@@ -173,4 +177,4 @@ def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alo
         assert "ranks 1 do not wait for it too: let every rank come there" in told[0]
     else:
         assert not told
-    assert not [wait for wait in waiting._waits if "torch" not in wait.what]
+    assert not [wait for wait in monitor._waits if "torch" not in wait.what]

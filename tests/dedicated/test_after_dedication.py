@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 import re
 from collections.abc import Callable
@@ -15,7 +14,9 @@ import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dedicated_toy import dedicate, dedicated, default_mesh
+from harness.heard import heard
 from harness.network import Network, full_state, loss_of, shard
+from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.toy import OPTIONS, WIDTH, batch, build
@@ -26,20 +27,6 @@ from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dmuon
-
-
-def data_parallel_afterwards(rank: int, world: int) -> None:
-    """Without devices it only calls the module; with them it would copy the parameters, which is refused."""
-    model = dedicated()
-    wrapped = nn.DataParallel(model)
-    assert_equal_weights(trained(model, rank, world, wrapper=wrapped), reference_weights(2))
-    with pytest.raises(RuntimeError, match="is owned by dmuon"):
-        copy.deepcopy(wrapped)
-
-
-@pytest.mark.pitfall("P55")
-def test_data_parallel_after_dedication_changes_nothing_on_the_cpu(ranks: RankPool) -> None:
-    ranks(2, data_parallel_afterwards)
 
 
 def operations(rank: int, world: int) -> dict[str, str]:
@@ -113,18 +100,15 @@ def test_what_would_lie_or_hang_raises_on_the_rank_that_does_it(ranks: RankPool)
         assert re.search(remedy, message) and "'blocks.0.mix.weight'" in message, f"{name}: {message}"
 
 
-def fsdp_by_the_rules(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P54")
+@on_ranks(2)
+def test_torch_fully_shard_works_with_ignored_params(rank: int, world: int) -> None:
     model = dedicated()
     mesh = default_mesh()
     for block in model.blocks:
         torch_fully_shard(block, mesh=mesh, ignored_params=dmuon.owned_parameters(model))
     torch_fully_shard(model, mesh=mesh, ignored_params=dmuon.owned_parameters(model))
     assert_equal_weights(trained(model, rank, world), reference_weights(2))
-
-
-@pytest.mark.pitfall("P54")
-def test_torch_fully_shard_works_with_ignored_params(ranks: RankPool) -> None:
-    ranks(2, fsdp_by_the_rules)
 
 
 def trained(
@@ -213,7 +197,9 @@ ODD_BUFFERS: dict[str, Tensor] = {
 }
 
 
-def odd_parameters(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P60")
+@on_ranks(2)
+def test_integer_parameters_and_buffers_of_any_dtype_become_rank_0s(rank: int, world: int) -> None:
     model = build()
     model.table = nn.Parameter(torch.full((2, 2), rank), requires_grad=False)
     model.blocks[0].codes = nn.Parameter(torch.full((2, 2), rank), requires_grad=False)
@@ -227,30 +213,21 @@ def odd_parameters(rank: int, world: int) -> None:
     trained(model, rank, world)
 
 
-@pytest.mark.pitfall("P60")
-def test_integer_parameters_and_buffers_of_any_dtype_become_rank_0s(ranks: RankPool) -> None:
-    ranks(2, odd_parameters)
-
-
 def foreign_steps(rank: int, world: int) -> list[str]:
     """What the log says of the first optimizer that steps a dedicated model; Muon's, and then of AdamW's."""
-    heard: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dmuon").addHandler(handler)
     steps: list[object] = []
     register_optimizer_step_pre_hook(lambda *_: steps.append(0))  # another's, which must be called too
-    for build_optimizer in (lambda m: dmuon.Muon(m, **OPTIONS), lambda m: torch.optim.AdamW(m.parameters())):
-        model = dedicated()
-        apart = nn.Linear(2, 2)
-        alone, optimizer = torch.optim.SGD(apart.parameters()), build_optimizer(model)
-        for step in range(2):
-            alone.step()
-            loss_of(model, *batch(step)).backward()
-            optimizer.step()
-    logging.getLogger("dmuon").removeHandler(handler)
+    with heard() as told:
+        for build_optimizer in (lambda m: dmuon.Muon(m, **OPTIONS), lambda m: torch.optim.AdamW(m.parameters())):
+            model = dedicated()
+            apart = nn.Linear(2, 2)
+            alone, optimizer = torch.optim.SGD(apart.parameters()), build_optimizer(model)
+            for step in range(2):
+                alone.step()
+                loss_of(model, *batch(step)).backward()
+                optimizer.step()
     assert len(steps) == 8
-    return heard
+    return told
 
 
 def test_another_optimizer_on_dedicated_matrices_is_told_once(ranks: RankPool) -> None:

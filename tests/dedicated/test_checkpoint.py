@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.nn as nn
-from harness.assertions import Raised, assert_equal_weights, assert_same_bits, assert_same_tensors, raised_by
-from harness.checkpoints import SAVED, TOTAL, Run, save, start
+from harness.assertions import Raised, assert_equal_weights, assert_same_tensors, raised_by
+from harness.checkpoints import SAVED, TOTAL, save, start
 from harness.dtensors import local_tensor
 from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
-from harness.oracle import Reference, reference_weights
+from harness.on_ranks import on_ranks
+from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -34,8 +32,6 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon.dedicated.owned_tensor import OwnedTensor
-
-CLASSIC = (3.4445, -4.7750, 2.0315)
 
 
 class BufferedBlock(Block):
@@ -95,46 +91,6 @@ def two_optimizers(rank: int, world: int, path: str) -> dict[str, Tensor]:
 def test_muon_beside_another_optimizer_resumes(ranks: RankPool, tmp_path: Path) -> None:
     for weights in ranks(2, two_optimizers, str(tmp_path)):
         assert_equal_weights(weights, reference_weights(TOTAL))
-
-
-def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-
-
-def start_scheduled(seed: int) -> tuple[Run, torch.optim.lr_scheduler.LambdaLR]:
-    run = start("1d-two-lines", seed=seed)
-    run.optimizer = dmuon.Muon(run.model, **OPTIONS, adamw_lr=5e-4)
-    return run, scheduled(run.optimizer)
-
-
-def scheduler_round_trip(_rank: int, _world: int) -> tuple[dict[str, Tensor], list[list[float]]]:
-    run, scheduler = start_scheduled(seed=0)
-    seen: list[list[float]] = []
-    for step in range(4):
-        if step == 2:
-            states = run.model.state_dict(), run.optimizer.state_dict(), scheduler.state_dict()
-            run, scheduler = start_scheduled(seed=9)
-            for part, state in zip((run.model, run.optimizer, scheduler), states, strict=True):
-                part.load_state_dict(state)
-        seen.append([g["lr"] for g in run.optimizer.param_groups])
-        run.train(range(step, step + 1))
-        scheduler.step()
-    return full_state(run.model), seen
-
-
-def test_scheduler_resumes_with_the_optimizer(ranks: RankPool) -> None:
-    model = build()
-    reference = Reference(model, adamw_lr=5e-4)
-    schedulers = [scheduled(reference.muon), scheduled(reference.adamw)]
-    for step in range(4):
-        reference.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        reference.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    for weights, seen in ranks(2, scheduler_round_trip):
-        assert seen == [pytest.approx([r / (1 + s) for r in (2e-3, 5e-4, 5e-4)]) for s in range(4)]
-        assert_equal_weights(weights, dict(model.state_dict()))
 
 
 # -- what a state dict holds ---------------------------------------------------------------------------------------
@@ -207,23 +163,6 @@ def test_checkpoint_converts_to_one_plain_file(ranks: RankPool, tmp_path: Path) 
     assert_equal_weights(dict(model.state_dict()), reference_weights(SAVED))
 
 
-@pytest.mark.pitfall("P33")
-def test_state_of_torch_muon_with_default_options_loads() -> None:
-    """torch says None for its default factor, and knows no ``use_muon`` or ``ns_dtype``."""
-    weight, other = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(5, 3))
-    stock, ours = torch.optim.Muon([weight]), dmuon.Muon([other], ns_dtype=torch.float64)
-    weight.grad = torch.randn(5, 3)
-    stock.step()
-    ours.load_state_dict(stock.state_dict())
-    group = ours.param_groups[0]
-    assert group["use_muon"] is True and group["ns_dtype"] is torch.float64
-    assert (group["lr"], group["ns_coefficients"], group["eps"]) == (1e-3, CLASSIC, 1e-7)
-    assert group["adjust_lr_fn"] is None
-    other.grad = torch.randn(5, 3)
-    ours.step()
-    assert ours.last_step.ns_matrices == 1
-
-
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
@@ -276,28 +215,13 @@ def test_momentum_is_fp32_whatever_dtype_was_saved(ranks: RankPool, dtype: torch
     assert (worst == 0.0) == (dtype == torch.float64)
 
 
-@pytest.mark.pitfall("P23")
-def test_momentum_of_bf16_parameters_survives_a_round_trip_exactly() -> None:
-    """``torch.optim.Optimizer.load_state_dict`` casts state to the parameter's dtype."""
-    model = build().to(torch.bfloat16)
-    run = start("single", model=model)
-    run.train(range(2))
-    again = start("single", model=model)
-    again.optimizer.load_state_dict(run.optimizer.state_dict())
-    assert len(run.momenta()) == 9 and {m.dtype for m in again.momenta().values()} == {torch.float32}
-    assert_same_tensors(again.momenta(), run.momenta())
-
-
-def load_own_parameters(rank: int, _world: int) -> None:
+@on_ranks(3)
+def test_copies_of_resting_parameters_load(rank: int, world: int) -> None:
     model, other = (lay("1d-3-two-lines", build(seed + rank)).model for seed in (2, 7))
     expected = full_state(other)
     kept = {n: p.detach().clone() for n, p in other.named_parameters()}  # what an average of weights would hold
     model.load_state_dict(kept)
     assert_same_tensors(full_state(model), expected)
-
-
-def test_copies_of_resting_parameters_load(ranks: RankPool) -> None:
-    ranks(3, load_own_parameters)
 
 
 # -- refusals; of one rank's faulty DTensors in test_checkpoint_topologies.py --------------------------------------
@@ -359,55 +283,6 @@ def test_faulty_optimizer_state_raises_on_every_rank(told: list[Any], fault: str
         assert of_rank["optimizer", fault, everywhere].matches(ValueError, OPTIMIZER_FAULTS[fault][1])
 
 
-def load_missing_from_dcp(_rank: int, _world: int) -> None:
-    model = lay("1d", build()).model
-    state = get_model_state_dict(model)
-    del state[KEY]
-    set_model_state_dict(model, state)
-
-
-def test_missing_key_raises_through_stock_api(ranks: RankPool) -> None:
-    ranks(2, load_missing_from_dcp, timeout=20.0, expect=RuntimeError, match=KEY.replace(".", r"\."))
-
-
-def test_faulty_optimizer_state_raises_in_one_process() -> None:
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    state = optimizer.state_dict()
-    state["state"][0]["momentum_buffer"] = torch.zeros(1, 13)  # copying would broadcast it
-    with pytest.raises(ValueError, match=r"momentum.*\(1, 13\)"):
-        optimizer.load_state_dict(state)
-    smaller = dmuon.Muon(build(layers=2), **OPTIONS)
-    with pytest.raises(ValueError, match="parameters"):
-        optimizer.load_state_dict(smaller.state_dict())
-
-
-def load_full(rank: int, _world: int, name: str) -> list[dict[str, Tensor]]:
-    """With state dicts on all ranks or on the first one, and whole weights summoned or not."""
-    found = []
-    for from_rank0 in (False, True):
-        for summon in (False, True):
-            model = lay(name, build(rank), keep=True).model
-            state = build(seed=1).state_dict() if rank == 0 or not from_rank0 else {}
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
-            with dmuon.summon_full_params(model) if summon else nullcontext():
-                set_model_state_dict(model, state, options=options)
-                if summon:
-                    assert torch.equal(model.state_dict()[KEY], build(seed=1).state_dict()[KEY])
-            found.append(full_state(model))
-    return found
-
-
-@pytest.mark.pitfall("P33")
-@pytest.mark.parametrize("name", ["1d", "1d-two-lines"])
-def test_full_weights_load(ranks: RankPool, name: str) -> None:
-    for found in ranks(2, load_full, name):
-        assert_same_bits([dict(build(seed=1).state_dict()), *found])
-
-
-def load_assign(_rank: int, _world: int) -> None:
+@on_ranks(2, expect=ValueError, match="assign=False")
+def test_assign_is_refused(rank: int, world: int) -> None:
     lay("1d-two-lines", build()).model.load_state_dict(build().state_dict(), assign=True)
-
-
-def test_assign_is_refused(ranks: RankPool) -> None:
-    ranks(2, load_assign, expect=ValueError, match="assign=False")

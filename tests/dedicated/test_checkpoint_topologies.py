@@ -2,99 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from harness.assertions import assert_same_bits, assert_same_tensors
+from harness.assertions import assert_same_tensors
 from harness.checkpoints import (
     FROM_RANK_0,
     FULL,
-    SAVED,
-    TOTAL,
     Run,
-    load,
     start,
-    tensors_of,
     world_of,
 )
-from harness.network import full_state, is_matrix
+from harness.network import full_state
 from harness.pool import RankPool
-from harness.topologies import LAYOUTS
 from harness.toy import batch, build
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # -- mixed precision -----------------------------------------------------------------------------------------------
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def start_in_bf16(name: str, seed: int = 0) -> Run:
-    run = start(name, seed=seed, mp_policy=BF16)
-    run.autocast = not LAYOUTS[name].fsdp  # FSDP2 casts the inputs of blocks; nobody else does
-    return run
-
-
-def whole_state(run: Run) -> dict[str, Tensor]:
-    weights, state = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL))
-    return {**weights, **tensors_of(dict(state))}
-
-
-def save_in_bf16(_rank: int, _world: int, path: str, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What was saved, and the weights of the run that went on."""
-    run = start_in_bf16(name)
-    run.train(range(SAVED))
-    weights, state = get_state_dict(run.model, run.optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    found = whole_state(run)
-    run.train(range(SAVED, TOTAL))
-    return found, full_state(run.model)
-
-
-def resume_in_bf16(rank: int, _world: int, path: str, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    run = start_in_bf16(name, seed=50 + rank)
-    run.train(range(1))
-    load(run, path)
-    found = whole_state(run)
-    run.train(range(SAVED, TOTAL))
-    return found, full_state(run.model)
-
-
-@pytest.mark.pitfall("P23", "P32")
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("hsdp", "tp"),
-        *(pytest.param(*names, marks=pytest.mark.slow) for names in (("tp", "ddp-2"), ("hsdp", "hsdp"), ("tp", "tp"))),
-    ],
-)
-def test_masters_and_momentum_survive_mixed_precision(
-    ranks: RankPool, tmp_path: Path, source: str, target: str
-) -> None:
-    before = ranks(world_of(source), save_in_bf16, str(tmp_path), source)
-    after = ranks(world_of(target), resume_in_bf16, str(tmp_path), target)
-    held = before[0][0]
-    matrices = [n for n in held if is_matrix(n.removesuffix(".momentum_buffer"))]
-    assert len(matrices) == 18 and all(held[name].dtype == torch.float32 for name in matrices)
-    assert any(not torch.equal(held[name], held[name].bfloat16().float()) for name in matrices)
-    for found, _ in after:
-        assert_same_tensors(found, held)
-    assert_same_bits([weights for _, weights in after])
-    if source == target:
-        assert_same_tensors(after[0][1], before[0][1])
-
 
 # -- refusals and partial loads ------------------------------------------------------------------------------------
 

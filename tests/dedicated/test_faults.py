@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +27,6 @@ from harness.toy import LR, SIZE, batch, build
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
-from dmuon.dedicated.replicated import GradAverager
 
 OPTIONS: dict[str, Any] = {"lr": LR, "ns_coefficients": "classic"}
 FAULT_STEP = 2
@@ -154,17 +152,6 @@ def test_the_others_end_when_the_host_of_the_store_is_gone(act: str) -> None:
         3, train, "1d-3-two-lines", "forward", act, 0, limit=60, timeout=60, victims=(0,), rank_0_hosts_store=True
     )
     check_survivors(ended, 0, act)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-@pytest.mark.pitfall("P49")
-def test_the_others_end_beside_fsdp() -> None:
-    """FSDP2's own collectives fail with torch's message."""
-    ended = run_ranks(3, train, "1d-3", "forward", "killed", 1, limit=45, timeout=TIMEOUT, victims=(1,))
-    for rank in (0, 2):
-        assert ended[rank].code == 1
-        assert NAMED.search(ended[rank].text) or re.search("RuntimeError: .*gloo.* by peer", ended[rank].text)
 
 
 # -- ranks that do not do the same --------------------------------------------------------------------------------
@@ -474,32 +461,3 @@ def test_a_restarted_run_goes_on_from_the_last_whole_checkpoint(
         assert torch.equal(found[name], weight), f"{name} differs from the uninterrupted run"
     left = sorted(path.name for path in (tmp_path / "killed").iterdir() if path.is_dir())
     assert left == [f"step-{step:04d}" for step in range(1, 6)], left
-
-
-def raising_before_averages(rank: int, world: int) -> None:
-    """Rank 1 leaves backward behind its vote, where the others make the process group of averages."""
-    model = build()
-    laid = lay("1d-two-lines", model)
-    if rank == 1:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(GradAverager, "adopt", lambda _self: throw())
-            laid.backward(0)
-        time.sleep(TIMEOUT)
-        return
-    with pytest.raises(
-        dmuon.CollectiveError, match=r"^rank 0, step 0: making the process group of averages failed: "
-    ) as caught:
-        laid.backward(0)
-    assert "A rank was killed, raised elsewhere, or is late" in str(caught.value), str(caught.value)
-    begin = time.monotonic()
-    with pytest.raises(dmuon.CollectiveError, match="was not started, because an earlier collective failed: rank 0"):
-        laid.backward(0)
-    assert time.monotonic() - begin < TIMEOUT / 2, "it waits no second time"
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-@pytest.mark.pitfall("P49")
-def test_a_rank_missing_where_averages_get_their_group_is_named() -> None:
-    ended = run_ranks(2, raising_before_averages, limit=PROGRAM_SECONDS, timeout=TIMEOUT / 2)
-    assert all(one.code == 0 for one in ended.values()), {rank: one.text for rank, one in ended.items()}

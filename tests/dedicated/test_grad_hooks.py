@@ -78,11 +78,6 @@ def check_hooks(layouts: list[str], options: dict[str, Any]) -> None:
                 assert_equal_weights(full_state(model), expected)
 
 
-@on_ranks(1)
-def test_one_rank_runs_hooks_of_owned_parameters(rank: int, world: int) -> None:
-    check_hooks(["1d-1-two-lines"], {})
-
-
 @on_ranks(2)
 def test_hooks_see_what_the_owner_gets(rank: int, world: int) -> None:
     check_hooks(["1d-two-lines", "ddp-2"], {})

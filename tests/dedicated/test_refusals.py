@@ -15,6 +15,7 @@ from harness.assertions import Raised, raised_by, says_what_to_do
 from harness.dedicated_toy import dedicate, dedicated, default_mesh, refused
 from harness.inside import default_store
 from harness.network import Network
+from harness.on_ranks import on_ranks
 from harness.pool import RankPool
 from harness.toy import batch, build
 from harness.trees import node, stack
@@ -287,7 +288,9 @@ def test_mistakes_raise_on_every_rank_and_move_nothing(mistakes: list[dict[str, 
         assert says_what_to_do(of_rank[name].message), f"without a remedy: {of_rank[name].message}"
 
 
-def mesh_outlived_its_group(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P24")
+@on_ranks(2, expect=ValueError, match="mesh.*process group.*build", timeout=30, fresh=True)
+def test_a_mesh_that_outlived_its_group_is_refused(rank: int, world: int) -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     sub = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b"))["b"]
     store = default_store()
@@ -296,11 +299,6 @@ def mesh_outlived_its_group(rank: int, world: int) -> None:
         dedicate(build(), mesh)
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
     refused(build(), sub)
-
-
-@pytest.mark.pitfall("P24")
-def test_a_mesh_that_outlived_its_group_is_refused(ranks: RankPool) -> None:
-    ranks(2, mesh_outlived_its_group, expect=ValueError, match="mesh.*process group.*build", timeout=30, fresh=True)
 
 
 BAD_COMM: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -334,11 +332,8 @@ def test_solve_options_name_the_value() -> None:
 
 
 @pytest.mark.pitfall("P55")
-def test_an_optimizer_that_nobody_can_reach_any_more_is_no_obstacle(ranks: RankPool) -> None:
-    ranks(2, forgotten_optimizer)
-
-
-def forgotten_optimizer(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_nobody_can_reach_any_more_is_no_obstacle(rank: int, world: int) -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.cycle = optimizer  # type: ignore[attr-defined]

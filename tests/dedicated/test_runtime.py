@@ -10,11 +10,10 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
 from harness.network import full_state, loss_of, shard
-from harness.oracle import Reference
+from harness.on_ranks import on_ranks
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay, runtime_of
 from harness.toy import OPTIONS, WIDTH, batch, build
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
@@ -34,7 +33,8 @@ def dedicate(model: nn.Module, world: int, fsdp: bool = True, keep: bool = False
 # -- freshness ----------------------------------------------------------------------------------------------------
 
 
-def run_foreign_optimizer(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_elementwise_optimizers_work_on_owned_parameters(rank: int, world: int) -> None:
     """An ordinary elementwise optimizer over owned parameters is exact as well, and its edits are seen."""
     for keep in (False, True):
         model, twin = build(), build()
@@ -49,10 +49,6 @@ def run_foreign_optimizer(rank: int, world: int) -> None:
             optimizer.step()
             other.step()
         assert_equal_weights(full_state(model), {n: p.detach() for n, p in twin.state_dict().items()})
-
-
-def test_elementwise_optimizers_work_on_owned_parameters(ranks: RankPool) -> None:
-    ranks(2, run_foreign_optimizer)
 
 
 # -- placement and memory -----------------------------------------------------------------------------------------
@@ -121,37 +117,11 @@ def test_gradients_keep_no_memory_of_what_others_own(ranks: RankPool, name: str)
         assert kept <= owned, f"{kept} bytes of storage for {owned} bytes of gradients"
 
 
-def run_rank_without_matrices(rank: int, world: int) -> tuple[dict[str, Tensor], int]:
-    torch.manual_seed(0)
-    model = build(layers=1)
-    mesh = init_device_mesh("cpu", (world,))
-    dmuon.dedicate_params(model, mesh, costs="flops", select=lambda fqn, *_: fqn.endswith(("mix.weight", "up.weight")))
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-        optimizer.step()
-    return full_state(model), optimizer.last_step.ns_matrices
-
-
-@pytest.mark.pitfall("P14", "P53")
-def test_ranks_that_own_nothing(ranks: RankPool) -> None:
-    results = ranks(4, run_rank_without_matrices)
-    assert sorted(calls for _, calls in results) == [0, 0, 1, 1]
-    model = build(layers=1)
-    optimizer = Reference(model, matrix=lambda n: n.endswith(("mix.weight", "up.weight")))
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    for weights, _ in results:
-        assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
-
-
 # -- misuse -------------------------------------------------------------------------------------------------------
 
 
-def run_misuse(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_misuse_is_named(rank: int, world: int) -> None:
     model = build()
     optimizer = dedicate(model, world, fsdp=False)
     loss_of(model, *batch(0)).backward()
@@ -173,7 +143,3 @@ def run_misuse(rank: int, world: int) -> None:
     model.blocks[1].mix.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
     with pytest.raises(RuntimeError, match=r"'blocks\.1\.mix\.weight' was replaced in its module"):
         model(batch(0)[0])
-
-
-def test_misuse_is_named(ranks: RankPool) -> None:
-    ranks(2, run_misuse)

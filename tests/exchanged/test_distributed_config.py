@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -128,8 +127,6 @@ class Callee:
         lambda update, state, dst_rank: update + dst_rank + state["add"],
         lambda update, state, rank: update + rank + state["add"],
         lambda update, *, dst_rank, state: update + dst_rank + state["add"],
-        lambda update, where, *, rank: update + rank + where["add"],
-        lambda update, to, *, state: update + to + state["add"],
         lambda update, **keywords: update + keywords["dst_rank"] + keywords["state"]["add"],
         lambda *arguments, **keywords: arguments[0] + arguments[1] + arguments[2]["add"],
         lambda update, dst_rank, own=0, *, state: update + dst_rank + own + state["add"],
@@ -159,8 +156,12 @@ def test_a_function_that_cannot_be_called_is_named_at_once(name: str) -> None:
     def too_few(update: Tensor, state: dict[str, Any]) -> Tensor:
         raise AssertionError("called")
 
-    with pytest.raises(TypeError, match=rf"{name} must be callable as {name}\(update, .*_rank, state\)"):
-        stepped(**{name: too_few})
+    def half_named(update: Tensor, to: int, *, state: dict[str, Any]) -> Tensor:
+        raise AssertionError("called")
+
+    for function in (too_few, half_named):
+        with pytest.raises(TypeError, match=rf"{name} must be callable as {name}\(update, .*_rank, state\)"):
+            stepped(**{name: function})
 
 
 def test_the_index_is_set_before_every_call() -> None:
@@ -211,22 +212,3 @@ def test_matrices_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
             stepped(**{name: lambda update, rank, state: torch.ones(shape)})
         with pytest.raises(RuntimeError, match=f"{name} returned None for parameter"):
             stepped(**{name: lambda update, rank, state: None})
-
-
-@pytest.mark.parametrize(
-    ("prefetch_count", "returned", "warned"),
-    [
-        (1, lambda update: update, 1),
-        (0, lambda update: update, 0),
-        (1, lambda update: (update, Later(True)), 0),
-        (1, lambda update: update.as_subclass(WaitableTensor), 0),
-    ],
-)
-def test_a_prefetch_warns_once_of_ready_tensors(
-    prefetch_count: int, returned: Callable[[Tensor], object], warned: int
-) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stepped(3, prefetch_count=prefetch_count, gather_fn=lambda update, dst_rank, state: returned(update))
-    said = [str(w.message) for w in caught if "only holds more memory and hides nothing" in str(w.message)]
-    assert len(said) == warned and all("async_op=True, or set prefetch_count=0" in text for text in said)

@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.checkpoints import MOMENTUM, SINGLE, TOTAL, Run, expected_weights, start
+from harness.checkpoints import MOMENTUM, SINGLE, Run, start
 from harness.dtensors import local_tensor
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dmuon
-
-
-def train_growing(run: Run) -> dict[str, Tensor]:
-    """Matrices that join later meet others that keep their momentum."""
-    first, *others = dmuon.param_groups(run.model)
-    early, late = first["params"][:5], first["params"][5:]
-    run.optimizer = dmuon.Muon([{**first, "params": early}, *others], **OPTIONS, distributed_config=run.config)
-    run.train(range(2))
-    before = {id(p): local_tensor(run.optimizer.state[p][MOMENTUM]).clone() for p in early}
-    run.optimizer.add_param_group({"params": late, "use_muon": True})
-    for param in early:
-        assert torch.equal(local_tensor(run.optimizer.state[param][MOMENTUM]), before[id(param)])
-    run.train(range(2, 4))
-    return full_state(run.model)
-
-
-@pytest.mark.pitfall("P31")
-@on_ranks(2)
-def test_momentum_stays_when_a_group_is_added(rank: int, world: int) -> None:
-    assert_equal_weights(train_growing(start("fsdp2-2")), train_growing(start(SINGLE)))
 
 
 def edit(run: Run, how: str) -> None:
@@ -99,24 +77,6 @@ def test_replaced_momentum_of_another_shape_is_refused_by_name(rank: int, world:
     param = run.inner.get_parameter("blocks.1.up.weight")
     run.optimizer.state[param][MOMENTUM] = torch.zeros(1, 13)  # copying would broadcast it
     run.train(range(1, 2))
-
-
-@pytest.mark.parametrize("where", ["same mesh", "other mesh"])
-@on_ranks(2)
-def test_momentum_follows_a_changed_layout(rank: int, world: int, where: str) -> None:
-    """Weights that are laid out anew between two steps take their momentum with them."""
-    run = start("rows on 2")
-    run.train(range(2))
-    model = run.model
-    for weight in model.weights:
-        weight.grad = None
-        mesh = weight.device_mesh if where == "same mesh" else init_device_mesh("cpu", (2,), mesh_dim_names=("new",))
-        moved = weight.detach().redistribute(placements=[Replicate()]).to_local()
-        torch.utils.swap_tensors(weight, nn.Parameter(distribute_tensor(moved, mesh, [Shard(0)])))
-    model.placement, model.mesh = Shard(0), model.weights[0].device_mesh
-    run.train(range(2, TOTAL))
-    assert all(momentum.placements == (Shard(0),) for momentum in run.shown().values())
-    assert_equal_weights(full_state(model), expected_weights("rows on 2"))
 
 
 def whole_momentum(run: Run, name: str) -> Tensor:

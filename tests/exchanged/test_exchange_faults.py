@@ -17,7 +17,6 @@ from harness.dtensors import give, local_tensor, noise, parameter
 from harness.inside import exchange_of
 from harness.jobs import Ended, run_ranks
 from harness.on_ranks import on_ranks
-from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import build
 from torch import Tensor
@@ -277,14 +276,11 @@ def test_a_rank_that_cannot_tell_its_options_keeps_nobody_waiting(rank: int, wor
         ([Replicate(), Replicate()], [3], (3, 0)),
     ],
 )
+@on_ranks(4)
 def test_copies_of_which_some_have_no_gradient_take_no_step(
-    ranks: RankPool, placements: list[Placement], lacking: list[int], told: tuple[int, int]
+    rank: int, world: int, placements: list[Placement], lacking: list[int], told: list[int]
 ) -> None:
     """One copy is gathered: what another one has would be dropped, and momentum would drift apart."""
-    ranks(4, steps_of_copies, placements, lacking, told)
-
-
-def steps_of_copies(rank: int, _world: int, placements: list[Placement], lacking: list[int], told: list[int]) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     params = [parameter(torch.ones(shape), mesh, placements) for shape in SHAPES]
     optimizer = dmuon.Muon(params, lr=0.1, distributed_config=create_dtensor_config(costs="flops"))

@@ -8,19 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_equal_weights, raised_by
+from harness.assertions import raised_by
 from harness.dtensors import no_whole_tensors, noise, parameter, placements_of
 from harness.hand_laid import Weights
 from harness.inside import exchange_of
-from harness.network import full_state
 from harness.on_ranks import on_ranks, over_ranks
-from harness.oracle import Reference
-from harness.pool import RankPool
-from harness.toy import DECAY, OPTIONS, VOCAB, WIDTH, train
+from harness.toy import OPTIONS
 from harness.traffic import Traffic
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -30,16 +25,6 @@ from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_
 SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]
 MATRICES = [(7, 5), (9, 5)]
 STEPS = 3
-
-
-@pytest.mark.pitfall("P06")
-def test_each_expert_equals_a_matrix_of_its_own() -> None:
-    weights = Weights()
-    for i, shape in enumerate(SHAPES):
-        weights.add(i, shape)
-    optimizer = weights.optimizer(None)
-    assert weights.train(optimizer, STEPS) == STEPS * sum(e for e, *_ in SHAPES)
-    weights.check(optimizer)
 
 
 @pytest.mark.pitfall("P06", "P14")
@@ -221,117 +206,3 @@ def test_a_users_assignment_that_asks_the_generated_one_keeps_its_plan(rank: int
 
 
 # -- a model --------------------------------------------------------------------------------------------------------
-
-EXPERTS = 5
-
-
-class Copied(torch.autograd.Function):
-    """The same on all ranks, which each use it for their own experts: gradients add up."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Tensor:
-        grad = grad.contiguous()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Added(torch.autograd.Function):
-    """The sum over ranks, which all of them go on with."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class Experts(nn.Module):
-    """Softly routed; ``weights`` is a list of matrices, or this rank's part of the stack of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.weights: Any = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(EXPERTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares = self.router(x).softmax(-1)
-        if isinstance(self.weights, nn.ParameterList):
-            return torch.einsum("bte,btn,emn->btm", shares, x, torch.stack(list(self.weights)))
-        local = self.weights.to_local() if hasattr(self.weights, "to_local") else self.weights
-        first = dist.get_rank() * -(-EXPERTS // dist.get_world_size())
-        mine = Copied.apply(shares)[..., first : first + len(local)]
-        return Added.apply(torch.einsum("bte,btn,emn->btm", mine, Copied.apply(x), local))
-
-
-class MoE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.experts = Experts()
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        x = x + self.mix(x)
-        return self.head(x + self.experts(x))
-
-
-def is_dense_matrix(name: str) -> bool:
-    return name in ("mix.weight", "experts.router.weight")
-
-
-def train_experts(rank: int, world: int, plain: bool, steps: int) -> tuple[dict[str, Tensor], list[Tensor], int]:
-    """Experts are spread over the ranks over which FSDP2 shards the rest; all ranks see the same tokens."""
-    model = MoE()
-    mesh = init_device_mesh("cpu", (world,))
-    stack = torch.stack([p.detach() for p in model.experts.weights])
-    size = -(-EXPERTS // world)
-    local = nn.Parameter(stack[rank * size : (rank + 1) * size].clone())
-    model.experts.weights = local if plain else parameter(stack, mesh, [Shard(0)])
-    experts = model.experts.weights
-    fully_shard(model, mesh=mesh, ignored_params={experts})
-    dense = [(n, p) for n, p in model.named_parameters() if p is not experts]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in dense if is_dense_matrix(n)] + [experts], "use_muon": True},
-        {"params": [p for n, p in dense if p.ndim > 1 and not is_dense_matrix(n)], "use_muon": False},
-        {"params": [p for n, p in dense if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
-    ]
-    config = create_dtensor_config(costs="flops")
-    if plain:
-        config = create_processgroup_config(ep_pg=mesh.get_group(), costs="flops")
-    optimizer = dmuon.Muon(groups, distributed_config=config, **OPTIONS)
-    train(model, optimizer, range(steps))
-    weights = full_state(model)
-    found = weights.pop("experts.weights")
-    if plain:
-        parts: list[Any] = [None] * world
-        dist.all_gather_object(parts, found)
-        found = torch.cat(parts)
-    return weights, list(found), optimizer.last_step.ns_matrices
-
-
-@pytest.mark.pitfall("P06")
-@pytest.mark.parametrize(("world", "plain"), [(2, False), (3, False), (2, True)])
-@pytest.mark.parametrize("steps", [5])
-def test_expert_parallelism_beside_fsdp_equals_single_process(
-    ranks: RankPool, world: int, plain: bool, steps: int
-) -> None:
-    model = MoE()
-    reference = Reference(model, matrix=lambda name: is_dense_matrix(name) or "experts.weights" in name, decay=DECAY)
-    train(model, reference, range(steps))
-    single = {n: p.detach() for n, p in model.named_parameters()}
-    results = ranks(world, train_experts, plain, steps)
-    for weights, experts, _ in results:
-        found = {**weights, **{f"experts.weights.{i}": w for i, w in enumerate(experts)}}
-        assert_equal_weights(found, single)
-    assert sum(ns for *_, ns in results) == 2 + EXPERTS

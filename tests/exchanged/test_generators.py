@@ -14,15 +14,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
-from harness.inside import default_store, exchange_of, group_names
+from harness.inside import default_store, exchange_of
 from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
-from harness.topologies import LAYOUTS, lay, orthogonalized
-from harness.toy import CPU, batch, build, train
+from harness.topologies import lay, orthogonalized
+from harness.toy import batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import dmuon
 from dmuon import (
@@ -58,35 +58,6 @@ def expected_weights(steps: int = STEPS) -> dict[str, Tensor]:
 # -- the documents' examples ----------------------------------------------------------------------------------------
 
 
-def along(mesh: DeviceMesh, **names: str) -> dict[str, Any]:
-    """Keyword arguments: process groups of dimensions of a mesh."""
-    return {argument: mesh.get_group(name) for argument, name in names.items()}
-
-
-# How the model is laid out, and the configuration that the document makes.
-EXAMPLES: dict[str, tuple[str, Callable[[DeviceMesh], DistributedConfig]]] = {
-    "1: FSDP": ("fsdp2-2", lambda mesh: create_processgroup_config(**along(mesh, fsdp_pg="shard"), costs="flops")),
-    "HSDP": (
-        "fsdp2-hsdp",
-        lambda mesh: create_processgroup_config(**along(mesh, fsdp_pg="shard", dp_pg="replicate"), costs="flops"),
-    ),
-    "2: FSDP and TP": (
-        "fsdp2-tp",
-        lambda mesh: create_devicemesh_config(device_mesh=mesh, mesh_dim_names=["dp", "tp"], costs="flops"),
-    ),
-    "3: DTensors": ("fsdp2-3", lambda mesh: create_dtensor_config(costs="flops")),
-    "auto": (
-        "fsdp2-tp",
-        lambda mesh: create_auto_config(
-            **along(mesh, tp_process_group="tp", fsdp_process_group="shard"), tp_shard_dim=1, costs="flops"
-        ),
-    ),
-    # Copies on all ranks: data parallelism, and context parallelism, whose gradients are averaged alike.
-    "DDP": ("ddp-of-3", lambda mesh: create_processgroup_config(**along(mesh, dp_pg="replicate"), costs="flops")),
-    "CP": ("ddp", lambda mesh: create_processgroup_config(**along(mesh, cp_pg="replicate"), costs="flops")),
-}
-
-
 def trained(
     model: nn.Module, config: DistributedConfig | None, mine: Callable[..., Any] = lambda tensors: tensors
 ) -> tuple[dict[str, Tensor], int]:
@@ -94,17 +65,6 @@ def trained(
     optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=config)
     calls = orthogonalized(optimizer, lambda step: loss_of(model, *mine(batch(step))).backward(), STEPS)
     return full_state(getattr(model, "module", model)), sum(calls)
-
-
-@pytest.mark.pitfall("P02", "P13")
-@pytest.mark.parametrize(("world", "name"), [(LAYOUTS[layout].world, n) for n, (layout, _) in EXAMPLES.items()])
-@on_ranks()
-def test_an_example_of_the_documents_equals_one_process(rank: int, world: int, name: str) -> None:
-    layout, make = EXAMPLES[name]
-    laid = lay(layout, build())
-    weights, count = trained(laid.model, make(LAYOUTS[layout].mesh(CPU)), laid.mine)
-    assert_equal_weights(weights, expected_weights())
-    assert over_ranks(count) == STEPS * MATRICES
 
 
 @pytest.mark.pitfall("P56")
@@ -242,17 +202,6 @@ def test_a_wrong_option_is_named(make: Any, options: dict[str, Any], error: type
         make(**options)
 
 
-@on_ranks(2)
-def test_pipeline_stages_are_independent(rank: int, world: int) -> None:
-    """Each stage has other matrices, of other shapes and numbers, and another number of steps."""
-    config = create_auto_config(pp_process_group=dist.group.WORLD, pp_stage_id=rank, pp_num_stages=2)
-    assert config.state["pp_stage_id"] == rank
-    weights = Weights().cut([Cut((4 + rank, 3))] * (1 + rank))
-    steps = 2 + rank
-    assert weights.train(weights.optimizer(config), steps) == steps * (1 + rank)
-    weights.check()
-
-
 @on_ranks(1)
 def test_a_mesh_that_says_nothing_is_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("rows",))
@@ -307,28 +256,6 @@ def test_collectives_of_the_user_do_not_meet_those_of_a_step(rank: int, world: i
 
 
 # -- ranks of a grid ------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_wrapped_functions_use_their_process_groups_again(rank: int, world: int) -> None:
-    """Functions of the user's around generated ones: another parameter opens no further process groups."""
-    mesh = init_device_mesh("cpu", (world,))
-    generated = of_dtensors(mesh)
-    config = DistributedConfig(
-        lambda params, state: generated.assign_fn(params, state),
-        lambda update, dst_rank, state: generated.gather_fn(update, dst_rank, state),
-        lambda update, src_rank, state: generated.redistribute_fn(update, src_rank, state),
-        {},
-    )
-    params = [nn.Parameter(distribute_tensor(torch.ones(4, 3 + i), mesh, [Shard(0)])) for i in range(2)]
-    optimizer = dmuon.Muon(params[:1], distributed_config=config)
-    opened = group_names()
-    optimizer.add_param_group({"params": params[1:], "use_muon": True})
-    assert group_names() == opened
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert group_names() == opened
 
 
 @on_ranks(2)
@@ -418,12 +345,3 @@ def test_a_configuration_serves_several_optimizers(
         weights.check(optimizer)
     first, second = (exchange_of(optimizer).domains for optimizer in optimizers)
     assert not {id(domain) for domain, _ in first} & {id(domain) for domain, _ in second}
-
-
-@pytest.mark.parametrize("make", [create_dtensor_config, create_processgroup_config, create_auto_config])
-def test_a_configuration_serves_several_optimizers_of_one_process(make: Callable[..., DistributedConfig]) -> None:
-    config = make(costs="flops")
-    for of_optimizer in (config, config, replace(config, assign_fn=lambda params, state: {0: 0})):
-        weights = Weights().cut([Cut((3, 4))])
-        weights.train(weights.optimizer(of_optimizer), 1)
-        weights.check()

@@ -44,7 +44,7 @@ def arrivals(_rank: int, _world: int, name: str, dtype: torch.dtype, monkeypatch
     orthogonalize, reduce = rounds.ExchangedRound.orthogonalize, dist.all_reduce
 
     def observed(numerics: Any, batch: Any, run_of: Any, x: Tensor, norms: Tensor, timer: Any) -> Any:
-        assert numerics.begins == dtype and torch.equal(x, x.to(dtype).to(x.dtype))
+        assert numerics.storage == dtype and torch.equal(x, x.to(dtype).to(x.dtype))
         seen.append(torch.linalg.vector_norm(x.float(), dim=(1, 2)))
         return orthogonalize(numerics, batch, run_of, x, norms, timer)
 

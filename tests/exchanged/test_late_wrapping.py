@@ -1,4 +1,4 @@
-"""An optimizer beside DDP that was not given the wrapper, and what is told and cut when a model is wrapped late."""
+"""An optimizer beside DDP that was not given the wrapper, and what is told when a model is wrapped late."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.heard import heard
 from harness.network import Network, full_state, is_matrix
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, build, train
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
@@ -48,14 +46,6 @@ def ddp_then_groups(model: Network) -> Built:
     return wrapped, dmuon.Muon(groups(wrapped.module), **OPTIONS)
 
 
-def shard(model: Network) -> Network:
-    mesh = init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 ORDERS: list[Callable[[Network], Built]] = [
     optimizer_then_ddp,
     ddp_then_inner,
@@ -81,42 +71,16 @@ def test_each_matrix_has_one_owner_in_any_order(rank: int, world: int, order: Ca
 
 
 @on_ranks(2)
-def test_a_state_that_was_loaded_is_cut_with_the_parameters(rank: int, world: int) -> None:
-    """The optimizer gets whole moments and momentum, then the model is sharded."""
-    alone = build()
-    first = dmuon.Muon(alone, **OPTIONS)
-    train(alone, first, range(2))
-    model = build()
-    model.load_state_dict(alone.state_dict())
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    optimizer.load_state_dict(first.state_dict())
-    shard(model)
-    train(model, optimizer, [2], rank, world)
-    assert all(isinstance(v, DTensor) for s in optimizer.state.values() for k, v in s.items() if k != "step")
-    assert_equal_weights(full_state(model), reference_weights(STEPS))
-
-
-@on_ranks(2)
 def test_what_was_found_is_logged_once(rank: int, world: int) -> None:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("dmuon")
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with heard(logging.INFO) as records:
         program, optimizer = optimizer_then_ddp(build())
         train(program, optimizer, range(2), rank, world)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
     told = [text for text in records if "DistributedDataParallel" in text]
     assert told == (
         []
         if rank
         else [
-            "rank 0: Muon: since it was built, 9 of its matrices were wrapped in DistributedDataParallel and 0 "
-            "parameters were sharded; from now on each matrix that several ranks hold has one owner"
+            "rank 0: Muon: since it was built, 9 of its matrices were wrapped in DistributedDataParallel; from now on "
+            "each matrix that several ranks hold has one owner"
         ]
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from harness.dtensors import functions_of_whole_tensors, no_whole_tensors, placements_of
-from harness.hand_laid import SPLITS, Split, Weights, be_made_of
+from harness.hand_laid import SPLITS, Weights, be_made_of
 from harness.on_ranks import on_ranks, over_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -18,15 +17,6 @@ import dmuon
 from dmuon import DistributedConfig, MatrixSpec, create_dtensor_config
 
 STEPS = 3
-
-
-@pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
-def test_each_part_equals_a_matrix_of_its_own(split: Split) -> None:
-    weights = Weights()
-    weights.add(1, split.shape, split=split)
-    optimizer = weights.optimizer(None)
-    assert weights.train(optimizer, STEPS) == STEPS * len(weights.twin.params[0])
-    weights.check(optimizer)
 
 
 def test_parts_of_many_layers_are_orthogonalized_together() -> None:
@@ -96,17 +86,6 @@ def test_one_fused_tensor_has_several_owners(rank: int, world: int) -> None:
     assert {over_ranks(calls), calls} in ({3, 1}, {3, 2})
 
 
-def test_a_copied_optimizer_splits_as_the_first() -> None:
-    weights = Weights()
-    for i, split in enumerate(SPLITS):
-        weights.add(i, split.shape, split=split)
-    optimizer = weights.optimizer(None)
-    weights.train(optimizer, 1)
-    weights.params, optimizer = deepcopy((weights.params, optimizer))
-    weights.train(optimizer, 1)
-    weights.check(optimizer)
-
-
 def test_parameters_that_take_the_place_of_others_are_split_as_they_were() -> None:
     weights = Weights()
     for i, split in enumerate(SPLITS):
@@ -116,17 +95,6 @@ def test_parameters_that_take_the_place_of_others_are_split_as_they_were() -> No
     optimizer.param_groups[0]["params"] = list(weights.params)
     weights.train(optimizer, STEPS)
     weights.check(optimizer)
-
-
-def test_kernels_that_are_stored_channels_last_are_updated_in_place() -> None:
-    split = next(split for split in SPLITS if split.name == "kernel")
-    weights = Weights()
-    param = weights.add(1, split.shape, split=split)
-    param.data = param.data.to(memory_format=torch.channels_last)
-    optimizer = weights.optimizer(None)
-    weights.train(optimizer, STEPS)
-    weights.check(optimizer)
-    assert param.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_matrices_of_one_shape_that_are_stored_otherwise_have_rates_of_their_own() -> None:
@@ -140,9 +108,3 @@ def test_matrices_of_one_shape_that_are_stored_otherwise_have_rates_of_their_own
     plain.grad, stored.grad = gradient.clone(), gradient.clone()
     optimizer.step()
     assert torch.allclose(1 - stored.detach(), (9 / 4) ** 0.5 * (1 - plain.detach()), atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(6, 5), (4, 4)])
-def test_a_spec_that_does_not_fit_is_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=rf"describes 7 outputs, a tensor of shape \({shape[0]}, {shape[1]}\) has"):
-        be_made_of(nn.Parameter(torch.ones(shape)), MatrixSpec((2, 2, 3)))

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.dtensors import functions_of_whole_tensors
 from harness.hand_laid import Cut, Weights
 from harness.network import full_state
 from harness.on_ranks import on_ranks, over_ranks
@@ -24,7 +23,6 @@ from harness.topologies import lay, orthogonalized
 from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
@@ -209,29 +207,8 @@ def test_prefetch_count_bounds_what_is_ahead(ranks: RankPool) -> None:
     assert ahead[True, 0] == 2 and 2 < ahead[True, 1] <= 4
 
 
-@on_ranks(2)
-def test_the_architecture_documents_functions_work(rank: int, world: int) -> None:
-    config = DistributedConfig(by_rank, cp_gather, cp_redistribute, {"cp_process_group": dist.group.WORLD})
-    with warnings.catch_warnings(record=True):
-        stepped(rank, world, config, [(6, 4), (5, 7), (3, 4, 5), (1, 1)], cut=False)
-    assert config.state["rank"] == rank
-    assert config.state["assignments"] == by_rank([torch.empty(0)] * 4, {})
-    assert config.state["param_names"] == [f"parameter {i} of group 0" for i in range(4)]
-
-
 def identity(update: Tensor, rank: int, state: State) -> Tensor:
     return update
-
-
-@pytest.mark.pitfall("P56")
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_single_process_works_with_functions_that_do_nothing(prefetch: int) -> None:
-    shapes: list[tuple[int, ...]] = [(6, 4), (2, 3, 5), (1, 7)]
-    config = DistributedConfig(lambda params, state: {0: [0, 1, 2]}, identity, identity, {}, prefetch_count=prefetch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stepped(0, 1, config, shapes, cut=False)
-    assert len([w for w in caught if "prefetch_count=1 only holds more memory" in str(w.message)]) == prefetch
 
 
 @pytest.mark.pitfall("P39")
@@ -247,18 +224,6 @@ def test_functions_may_write_into_what_they_are_given(nesterov: bool) -> None:
         config = DistributedConfig(lambda params, state: {0: 0, 1: 0}, gather_fn, identity, {}, prefetch_count=0)
         found.append(stepped(0, 1, config, [(6, 4), (3, 5)], cut=False, nesterov=nesterov))
     assert all(map(torch.equal, found[0], found[1]))
-
-
-@pytest.mark.parametrize(("name", "prefetch", "times"), [("synchronous", 1, 1), ("synchronous", 0, 0), ("mixed", 1, 0)])
-@on_ranks(2)
-def test_synchronous_functions_warn_once_of_useless_prefetching(
-    rank: int, world: int, name: str, prefetch: int, times: int
-) -> None:
-    config = DistributedConfig(by_index, *ROWS[name], {}, prefetch_count=prefetch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stepped(rank, world, config, [(6, 4)] * 4, cut=True)
-    assert sum(f"prefetch_count={prefetch} only holds more memory" in str(w.message) for w in caught) == times
 
 
 # -- users' functions beside generated ones ---------------------------------------------------------------------------
@@ -285,27 +250,6 @@ def test_a_users_assignment_alone_keeps_the_pipeline(rank: int, world: int) -> N
     optimizer, count = trained(config)
     assert optimizer.last_step.ns_batches <= 3, "by shape, not one by one"
     assert count == STEPS * (7 if rank == 0 else 1)
-
-
-def wrapped_gather(rank: int, world: int) -> tuple[list[tuple[str, int]], int]:
-    generated = create_dtensor_config(costs="flops")
-    seen: list[tuple[str, int]] = []
-
-    def watched(update: Tensor, dst_rank: int, state: State) -> Any:
-        assert isinstance(update, DTensor)
-        seen.append((state["param_names"][state["current_param_idx"]], dst_rank))
-        return generated.gather_fn(update, dst_rank, state)
-
-    config = replace(generated, gather_fn=watched, prefetch_count=0)
-    _, count = trained(config)
-    return seen, count
-
-
-def test_a_wrapper_around_a_generated_function_works(ranks: RankPool) -> None:
-    found = ranks(3, wrapped_gather)
-    assert all(seen == found[0][0] for seen, _ in found)
-    assert len(found[0][0]) == STEPS * 9 and len({name for name, _ in found[0][0]}) == 9
-    assert sum(count for _, count in found) == STEPS * 9
 
 
 def cut_along_ep(has_fsdp: bool, param: Tensor) -> dict[str, int | None]:
@@ -343,11 +287,6 @@ def test_a_wrapper_is_asked_for_what_is_exchanged_only(rank: int, world: int) ->
 
 
 @on_ranks(3)
-def test_functions_may_take_and_return_dtensors(rank: int, world: int) -> None:
-    trained(DistributedConfig(by_index, *functions_of_whole_tensors(), {}, prefetch_count=0))
-
-
-@on_ranks(3)
 def test_fewer_ranks_than_all_take_part(rank: int, world: int) -> None:
     """Ranks 1 and 2, which ``state`` says."""
     group = dist.new_group([1, 2])
@@ -361,26 +300,6 @@ def test_fewer_ranks_than_all_take_part(rank: int, world: int) -> None:
     weights = Weights().cut([Cut(shape) for shape in shapes])
     assert weights.train(weights.optimizer(config), STEPS) == STEPS
     weights.check()
-
-
-@on_ranks(2)
-def test_a_new_group_is_assigned_anew(rank: int, world: int) -> None:
-    """Momentum of what was there stays."""
-    asked: list[int] = []
-
-    def assign(params: list[Tensor], state: State) -> dict[int, int]:
-        asked.append(len(params))
-        return by_index(params, state)
-
-    config = DistributedConfig(assign, gather, scatter, {"shapes": [(6, 4), (12, 5)]}, prefetch_count=0)
-    weights = Weights().cut([Cut((6, 4), fsdp=0)], {"fsdp": world}, {"fsdp": rank})
-    optimizer = weights.optimizer(config)
-    weights.train(optimizer, 1)
-    weights.cut([Cut((12, 5), fsdp=0)], {"fsdp": world}, {"fsdp": rank})
-    optimizer.add_param_group({"params": weights.params[1:], "use_muon": True})
-    weights.train(optimizer, STEPS - 1)
-    assert asked == [1, 2]
-    weights.check(optimizer)
 
 
 # -- faults that all ranks must see -----------------------------------------------------------------------------------
@@ -443,37 +362,11 @@ def test_a_fault_of_a_function_ends_all_ranks(ranks: RankPool, name: str, togeth
     ranks(2, faulty_step, name, together, prefetch, timeout=20, expect=error, match=message)
 
 
-@pytest.mark.pitfall("P06")
-@pytest.mark.parametrize("move", [True, False])
-@on_ranks(2)
-def test_a_users_assignment_moves_stacks(rank: int, world: int, move: bool) -> None:
-    """A user's assign_fn asks the generated one, and gives its stack to the other rank, or not."""
-    group: Any = dist.group.WORLD
-    generated = create_processgroup_config(dp_pg=group, costs="flops")
-
-    def assign(params: list[Tensor], state: State) -> dict[int, int]:
-        planned = generated.assign_fn(params, state)
-        moved: dict[int, int] = {0: 1 - planned[0] if move else planned[0]}
-        state["moved to"] = moved[0]
-        return moved
-
-    config = replace(generated, assign_fn=assign)
-    stack = nn.Parameter(torch.ones(4, 3, 5))
-    optimizer = dmuon.Muon([{"params": [stack], "use_muon": True}], distributed_config=config)
-    stack.grad = torch.randn(4, 3, 5)
-    optimizer.step()
-    assert optimizer.last_step.ns_matrices == ((4 if config.state["moved to"] == rank else 0) if move else 2)
-
-
 # -- flat shards: what a matrix is only the functions know ----------------------------------------------------------
 
 
-def flat_functions(shapes: list[tuple[int, ...]], given: dict[int, tuple[int, ...]] | None = None) -> Functions:
-    """Of flat tensors cut at any element, as ZeRO does: a third for rank 0, the rest for rank 1, nothing for others.
-
-    Args:
-        given: by index, the shape in which a matrix is returned instead.
-    """
+def flat_functions(shapes: list[tuple[int, ...]]) -> Functions:
+    """Of flat tensors cut at any element, as ZeRO does: a third for rank 0, the rest for rank 1, nothing for others."""
 
     def bounds(index: int) -> list[int]:
         numel, world = prod(shapes[index]), dist.get_world_size()
@@ -483,8 +376,7 @@ def flat_functions(shapes: list[tuple[int, ...]], given: dict[int, tuple[int, ..
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, update)
         index = state["current_param_idx"]
-        shape = (given or {}).get(index, shapes[index])
-        return torch.cat(parts).view(shape) if dist.get_rank() == dst_rank else None
+        return torch.cat(parts).view(shapes[index]) if dist.get_rank() == dst_rank else None
 
     def redistribute(update: Tensor | None, src_rank: int, state: State) -> Tensor:
         found = [update]
@@ -525,36 +417,3 @@ def test_flat_shards_train_by_the_shape_of_what_is_gathered(rank: int, world: in
         expected = whole.detach().flatten()[slice(*functions[0].bounds(i)[rank:][:2])]  # type: ignore[attr-defined]
         torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-6)
         assert optimizer.state[param]["momentum_buffer"].shape == param.shape
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "message"),
-    [
-        ((24,), (24,), "for parameter .* that Muon cannot take: a tensor of shape \\(24,\\) is no matrix"),
-        ((6, 4), (4, 6), "of shape \\(4, 6\\) for parameter .*; the whole matrix is \\(6, 4\\)"),
-    ],
-)
-@on_ranks(2)
-def test_flat_shards_come_back_as_one_matrix(
-    rank: int, world: int, first: tuple[int, ...], later: tuple[int, ...], message: str
-) -> None:
-    given = {0: first}
-    functions = flat_functions([(6, 4)], given)
-    [param] = [nn.Parameter(piece) for piece in flat_pieces([(6, 4)], functions, rank, None)]
-    config = DistributedConfig(lambda params, state: {0: 0}, *functions, {}, prefetch_count=0)
-    with pytest.raises(ValueError, match="has 1 dimensions"):  # not by generated functions
-        dmuon.Muon([{"params": [param], "use_muon": True}], distributed_config=create_dtensor_config())
-    optimizer = dmuon.Muon([{"params": [param], "use_muon": True}], distributed_config=config)
-    param.grad = torch.ones_like(param)
-    if first == later:
-        with pytest.raises(RuntimeError, match=message):
-            optimizer.step()
-        return
-    optimizer.step()
-    given[0] = later
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=message):
-            optimizer.step()
-        dist.broadcast_object_list([torch.zeros(24)], 0)  # for the other rank, which heard of nothing
-    else:
-        optimizer.step()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from harness.assertions import assert_equal_weights, assert_same_tensors
 from harness.hugging_face import (
     MATRICES,
@@ -20,7 +19,6 @@ from harness.hugging_face import (
 )
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -31,7 +29,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (the e
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 STEPS, BATCH, MICRO, NORM = 4, 8, 2, 0.5
-EVALUATION, COPIES, SHARDED = "prepared as for evaluation", "dedicated", "dedicated, the rest by FSDP2"
+COPIES, SHARDED = "dedicated", "dedicated, the rest by FSDP2"
 LAID_OUT = (COPIES, SHARDED)  # for an accelerator of ours
 
 
@@ -77,15 +75,13 @@ class Run:
         model = build(**options)
         world = self.accelerator.num_processes
         loader = torch.utils.data.DataLoader(samples(), batch_size=BATCH // MICRO // world)  # type: ignore[arg-type]
-        if kind in LAID_OUT or kind == EVALUATION:
+        if kind in LAID_OUT:
             mesh = init_device_mesh("cpu", (world,))
             dmuon.dedicate_params(model, mesh, costs="flops")
             for block in model.model.layers if kind == SHARDED else ():
                 dmuon.fully_shard(block, mesh=mesh)
             if kind == SHARDED:
                 dmuon.fully_shard(model, mesh=mesh)
-        if kind == EVALUATION:
-            model = self.accelerator.prepare_model(model, evaluation_mode=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, dmuon.Muon(model, **OPTIONS), loader)
         self.norms: list[float] = []
 
@@ -123,29 +119,6 @@ def test_training_equals_one_process_and_resumes_exactly(rank: int, world: int, 
         with launched(rank, world):
             resumed = Run(kind)
             resumed.accelerator.load_state(str(folder))
-            resumed.train(2, STEPS)
-            assert_same_tensors(weights_of(resumed.model), weights)
-
-
-@on_ranks(2, timeout=180.0)
-def test_dedicated_model_that_was_prepared_as_for_evaluation_trains_and_resumes(rank: int, world: int) -> None:
-    expected, norms = reference()
-    with shared_folder() as folder:
-        with launched(rank, world):
-            run = Run(EVALUATION)
-            run.train(0, 2)
-            model, optimizer = get_state_dict(run.model, run.optimizer)
-            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-            run.train(2, STEPS)
-            weights = weights_of(run.model)
-            assert_equal_weights(weights, expected)
-            assert run.norms == pytest.approx(norms, rel=1e-5)
-            assert over_ranks(run.optimizer.optimizer.last_step.ns_matrices) == MATRICES["llama"]
-        with launched(rank, world):
-            resumed = Run(EVALUATION)
-            model, optimizer = get_state_dict(resumed.model, resumed.optimizer)
-            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-            set_state_dict(resumed.model, resumed.optimizer, model_state_dict=model, optim_state_dict=optimizer)
             resumed.train(2, STEPS)
             assert_same_tensors(weights_of(resumed.model), weights)
 
@@ -201,19 +174,6 @@ def test_dedicated_model_trains_and_its_files_are_those_of_one_process(
 
 
 @on_ranks(2, timeout=180.0)
-def test_accumulation_sends_no_gradients_but_the_last(rank: int, world: int) -> None:
-    with launched(rank, world):
-        run = Run(COPIES)
-        rows = next(iter(run.loader))
-        param = run.model.model.layers[0].mlp.up_proj.weight
-        with run.accelerator.no_sync(run.model):
-            run.accelerator.backward(run.model(**rows).loss)
-        assert type(param.grad) is torch.Tensor and param.grad.shape == param.shape, "it waits for a synchronization"
-        run.accelerator.backward(run.model(**rows).loss)
-        assert isinstance(param.grad, DTensor)
-
-
-@on_ranks(2, timeout=180.0)
 def test_accelerators_that_do_not_fit_are_refused_with_the_one_that_does(rank: int, world: int) -> None:
     import accelerate
 
@@ -229,24 +189,3 @@ def test_accelerators_that_do_not_fit_are_refused_with_the_one_that_does(rank: i
         plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
         with pytest.raises(ValueError, match="accelerate is configured for FSDP, and dmuon lays out dedicated models"):
             DedicatedAccelerator(cpu=True, fsdp_plugin=plugin)
-
-
-@on_ranks(2, timeout=180.0)
-def test_models_that_are_not_dedicated_go_as_with_any_accelerator(rank: int, world: int) -> None:
-    from dmuon.integrations.accelerate import DedicatedAccelerator
-
-    with shared_folder() as folder, launched(rank, world):
-        accelerator = DedicatedAccelerator(cpu=True)
-        plain, laid = build(), build()
-        dmuon.dedicate_params(laid, init_device_mesh("cpu", (world,)), costs="flops")
-        optimizers = [torch.optim.SGD(plain.parameters(), 0.1), dmuon.Muon(laid, **OPTIONS)]
-        plain, laid, *optimizers = accelerator.prepare(plain, laid, *optimizers)
-        assert isinstance(plain, torch.nn.parallel.DistributedDataParallel)
-        before = weights_of(laid), weights_of(plain)
-        accelerator.save_state(str(folder))
-        with torch.no_grad():
-            for param in (*plain.parameters(), *laid.parameters()):
-                param.zero_()
-        accelerator.load_state(str(folder))
-        for found, expected in zip((weights_of(laid), weights_of(plain)), before, strict=True):
-            assert_same_tensors(found, expected)

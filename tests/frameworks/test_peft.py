@@ -101,20 +101,6 @@ def test_adapters_of_a_dedicated_model_train_save_and_merge(rank: int, world: in
 
 
 @on_ranks(2, timeout=180.0)
-def test_dedicated_model_is_saved_whole_while_it_is_summoned(rank: int, world: int) -> None:
-    import transformers
-
-    with shared_folder() as folder, launched(rank, 1):
-        model = build()
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
-        with dmuon.summon_full_params(model, writeback=False):
-            model.save_pretrained(folder, is_main_process=rank == 0)
-        dist.barrier()
-        assert_same_tensors(dict(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()), expected)
-
-
-@on_ranks(2, timeout=180.0)
 def test_trainer_saves_and_resumes_adapters_of_a_dedicated_model(rank: int, world: int) -> None:
     from dmuon.integrations.transformers import DedicatedTrainer
 

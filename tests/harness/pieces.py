@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.layout.shards import Piece
 
@@ -25,9 +23,3 @@ def part_of(whole: Tensor, piece: Piece) -> Tensor:
         assert (local[here] == -1).all(), "blocks overlap"
         local[here] = whole[there]
     return local
-
-
-def mesh_on(rank: int, ranks: Any, names: Sequence[str] | None = None) -> DeviceMesh:
-    """As ``rank`` has it, without process groups."""
-    named = None if names is None else tuple(names)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=named, _init_backend=False, _rank=rank)

@@ -106,24 +106,6 @@ def unet() -> nn.Module:
     )  # fmt: skip
 
 
-def unet_of_lists() -> nn.Module:
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        kept = []
-        for part in m.downs:
-            x = part(x)
-            kept.append(x)
-            x = nn.functional.avg_pool2d(x, 2)
-        x = m.middle(x)
-        for part in m.ups:
-            x = part(torch.cat([kept.pop(), nn.functional.interpolate(x, scale_factor=2)], 1))
-        return m.leave(x)
-
-    return Model(
-        forward, ups=nn.ModuleList([Twice(24, 8), Twice(16, 8)]), downs=nn.ModuleList([Twice(3, 8), Twice(8, 12)]),
-        middle=Twice(12, 12), leave=nn.Conv2d(8, 1, 1),
-    )  # fmt: skip
-
-
 def both(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}.{i}" for name in names for i in (0, 2))
 
@@ -137,18 +119,10 @@ CONVNETS: dict[str, Case] = {
         lambda: resnet(2, 2), units("layer0.0", "layer0.1", "layer1.0", "layer1.1", down=("layer1.0",)),
         ("layer0.0", "layer0.1", "layer1.0", "layer1.1"),
     ),
-    "ResNet with stages of one unit": Case(
-        lambda: resnet(1, 2, 1), units("layer0.0", "layer1.0", "layer1.1", "layer2.0", down=("layer1.0", "layer2.0")),
-        ("layer0.0", "layer1.0", "layer1.1", "layer2.0"),
-    ),
     "LeNet": Case(lenet, ("conv2", "fc1", "fc2")),
     "a flat Sequential of convolutions": Case(flat, ("2", "4")),
     "U-Net of attributes": Case(
         unet, ("enter.both.2", *both("down1.parts.1.both", "down2.parts.1.both", "up1.conv.both", "up2.conv.both"))
-    ),
-    "U-Net of lists": Case(
-        unet_of_lists, (*both("ups.0.both", "ups.1.both"), "downs.0.both.2", *both("downs.1.both")),
-        ("ups.0", "ups.1", "downs.0", "downs.1"),
     ),
 }  # fmt: skip
 

@@ -75,19 +75,6 @@ def two_layers() -> nn.Module:
     return Model(chain("fc1", "fc2"), fc1=linear(INPUTS), fc2=linear(WIDTH, OUTPUTS))
 
 
-def all_alike() -> nn.Module:
-    """No width tells one layer from another."""
-    return Model(
-        chain("a", "b", "c", "head"), a=linear(INPUTS, INPUTS), b=linear(INPUTS, INPUTS), c=linear(INPUTS, INPUTS),
-        head=linear(INPUTS, INPUTS),
-    )  # fmt: skip
-
-
-def head_first() -> nn.Module:
-    return Model(chain("fc1", "fc2", "fc3", "head"), head=linear(WIDTH, OUTPUTS), fc1=linear(INPUTS), fc2=linear(),
-                 fc3=linear())  # fmt: skip
-
-
 def heads_of_one_trunk() -> nn.Module:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         x = m.trunk(x)
@@ -129,18 +116,7 @@ def one_by_one() -> nn.Module:
     return Model(forward, parts=layers(INPUTS, WIDTH, WIDTH, OUTPUTS))
 
 
-def variational_autoencoder() -> nn.Module:
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        h = torch.tanh(m.fc1(x))
-        return m.fc4(torch.tanh(m.fc3(m.mean(h) + m.deviation(h).exp())))
-
-    return Model(
-        forward, fc1=linear(INPUTS), mean=linear(WIDTH, 4), deviation=linear(WIDTH, 4), fc3=linear(4, WIDTH),
-        fc4=linear(WIDTH, INPUTS),
-    )  # fmt: skip
-
-
-def linear_unet(decoder_first: bool = False) -> nn.Module:
+def linear_unet() -> nn.Module:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         a = torch.tanh(m.enter(x))
         b = torch.tanh(m.down(a))
@@ -150,7 +126,7 @@ def linear_unet(decoder_first: bool = False) -> nn.Module:
 
     up = {"up1": linear(64, WIDTH), "up2": linear(32, WIDTH)}
     down = {"enter": linear(INPUTS), "down": linear(WIDTH, 32), "middle": linear(32, 32)}
-    return Model(forward, **(up | down if decoder_first else down | up), leave=linear(WIDTH, OUTPUTS))
+    return Model(forward, **down, **up, leave=linear(WIDTH, OUTPUTS))
 
 
 def tied_layers() -> nn.Module:
@@ -194,16 +170,11 @@ def words(x: Tensor) -> Tensor:
     return (x[:, :5] * 1000).long().abs() % WORDS
 
 
-def transformer_of_attributes(tied: bool = False) -> nn.Module:
+def transformer_of_attributes() -> nn.Module:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         return m.head(m.second(m.first(m.embed(words(x)))))
 
-    model = Model(
-        forward, embed=nn.Embedding(WORDS, WIDTH), first=Layer(), second=Layer(), head=nn.Linear(WIDTH, WORDS)
-    )
-    if tied:
-        model.head.weight = model.embed.weight
-    return model
+    return Model(forward, embed=nn.Embedding(WORDS, WIDTH), first=Layer(), second=Layer(), head=nn.Linear(WIDTH, WORDS))
 
 
 def recurrent() -> nn.Module:
@@ -212,15 +183,6 @@ def recurrent() -> nn.Module:
         return m.head(torch.tanh(m.fc(h[:, -1])))
 
     return Model(forward, gru=nn.GRU(4, WIDTH, batch_first=True), fc=linear(), head=linear(WIDTH, OUTPUTS))
-
-
-def recommender() -> nn.Module:
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        return m.score(torch.tanh(m.fc(torch.tanh(m.joint(m.items(words(x)[:, :2]).flatten(1))))))
-
-    return Model(
-        forward, items=nn.Embedding(WORDS, WIDTH), joint=linear(2 * WIDTH), fc=linear(), score=linear(WIDTH, 1)
-    )
 
 
 def computed_by_hand() -> nn.Module:
@@ -256,26 +218,16 @@ CASES: dict[str, Case] = {
     "layers that are attributes": Case(mlp, ("fc2", "fc3")),
     "a flat Sequential": Case(lambda: layers(INPUTS, WIDTH, WIDTH, OUTPUTS), ("2",)),
     "input and output layer only": Case(two_layers, ("fc1",)),
-    "all widths alike": Case(all_alike, ("b", "c")),
-    "the head is registered first": Case(head_first, ("fc2", "fc3")),
     "two heads of one trunk": Case(heads_of_one_trunk, ("trunk.2", "trunk.4")),
     "actor and critic": Case(separate_actor_and_critic, ("actor.2", "critic.2")),
     "two inputs that are joined": Case(twin_critics_of_state_and_action, ("action", "joint")),
     "autoencoder": Case(autoencoder, ("encoder.2", "decoder.0")),
     "a Sequential whose layers are called one by one": Case(one_by_one, ("parts.2",)),
-    "variational autoencoder": Case(variational_autoencoder, ("mean", "deviation", "fc3")),
     "U-Net": Case(linear_unet, ("down", "middle", "up1", "up2")),
-    "U-Net whose decoder is registered first": Case(
-        lambda: linear_unet(decoder_first=True), ("up1", "up2", "down", "middle")
-    ),
     "tied layers": Case(tied_layers, ("fc2",), ("(model)",)),
     "one layer called twice": Case(one_layer_called_twice, ("fc2",)),
     "transformer whose blocks are attributes": Case(
         transformer_of_attributes, (*of_layer("first"), *of_layer("second"))
     ),
-    "the same with a tied head": Case(
-        lambda: transformer_of_attributes(tied=True), (*of_layer("first"), *of_layer("second"))
-    ),
     "behind a recurrent layer": Case(recurrent, ("fc",)),
-    "behind an embedding": Case(recommender, ("joint", "fc")),
 }  # fmt: skip

@@ -55,28 +55,6 @@ def test_products_are_exact_inside_and_the_users_settings_are_back_after(allowed
     assert torch.get_float32_matmul_precision() == precision
 
 
-@pytest.mark.parametrize("where", ["one back end", "all back ends"])
-def test_so_they_are_where_torch_refuses_to_say_which_they_were(where: str) -> None:
-    if where == "one back end":
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    else:
-        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
-        torch.backends.fp32_precision = "tf32"
-    try:
-        with pytest.raises(RuntimeError):
-            torch.get_float32_matmul_precision()
-        users = settings()
-        with full_precision(CPU):
-            assert {backend.fp32_precision for backend in BACKENDS} == {"ieee"}
-        assert settings() == users
-        if where == "all back ends":
-            torch.backends.fp32_precision = "ieee"
-            assert {backend.fp32_precision for backend in BACKENDS} == {"ieee"}, "they still follow the general one"
-    finally:
-        torch.backends.fp32_precision = "none"
-
-
 def test_threads_share_the_settings_and_the_last_one_restores_them() -> None:
     """The first to come leaves before the second: it must not take the second one's precision away."""
     torch.set_float32_matmul_precision("medium")

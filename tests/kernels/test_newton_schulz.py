@@ -29,7 +29,6 @@ newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
 normalization = importlib.import_module("dmuon.kernels.normalization")
 
 ZOO = zoo.matrices(48, 128)
-WELL_CONDITIONED = ("gaussian", "orthogonal", "condition_10", "identity")
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -65,14 +64,6 @@ def test_parity_with_torch_muon_in_fp32(method):
 
 
 # -- accuracy ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("preset", QUINTICS)
-def test_fp16_gram_form_is_close_to_exact(preset):
-    for name in (*WELL_CONDITIONED, "real_gradient"):
-        ours = orthogonalize(ZOO[name], coefficients=preset, method="gram", dtype=torch.float16)
-        limit = 5e-3 if name in WELL_CONDITIONED else 0.1
-        assert relative(ours, exact(ZOO[name], preset)) <= limit, name
 
 
 @pytest.mark.parametrize("preset", QUINTICS)
@@ -128,14 +119,6 @@ def test_a_power_of_two_changes_nothing(exponent, dtype):
     for name, x in ZOO.items():
         x = torch.where(x.abs() > 2**-20, x, 0.0)  # so that no scaled entry is subnormal
         assert torch.equal(orthogonalize(x * 2.0**exponent, dtype=dtype), orthogonalize(x, dtype=dtype)), name
-
-
-@pytest.mark.pitfall("P35", "P40")
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e-8, 1e8, 1e30])
-def test_scale_does_not_matter(scale):
-    x = ZOO["gaussian"]
-    for dtype, tolerance in ((None, 2e-5), (torch.float16, 1e-2)):  # scaling by no power of two rounds
-        assert relative(orthogonalize(x * scale, dtype=dtype), orthogonalize(x, dtype=dtype)) <= tolerance
 
 
 @pytest.mark.pitfall("P35")
@@ -208,27 +191,6 @@ def test_eps_is_a_lower_clamp_of_the_norm():
 
 
 # -- layout --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_tall_equals_wide_transposed(method, dtype):
-    for name, x in ZOO.items():
-        tall = orthogonalize(x.mT, method=method, dtype=dtype)
-        wide = orthogonalize(x, method=method, dtype=dtype)
-        # Sums in another order round differently, and near-null directions amplify it in the Gram form.
-        limit = 0.1 if dtype else 1e-4
-        assert relative(tall.mT, wide) <= limit, name
-
-
-@pytest.mark.parametrize("shape", [(5, 16, 48), (2, 3, 32, 20), (2, 256, 320), (1, 7, 7), (4, 1, 9), (3, 9, 1)])
-@pytest.mark.parametrize("method", ["auto", "standard", "gram"])
-def test_batch_equals_loop(shape, method):
-    x = torch.randn(shape)
-    batched = orthogonalize(x, method=method)
-    assert batched.shape == x.shape
-    for matrix, ours in zip(x.flatten(0, -3), batched.flatten(0, -3), strict=True):
-        assert relative(ours, orthogonalize(matrix, method=method)) <= 1e-5
 
 
 def test_strided_input_is_read_right_and_not_modified():

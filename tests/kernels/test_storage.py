@@ -14,8 +14,6 @@ from torch import Tensor
 from zoo import gaussian, relative
 
 from dmuon.kernels import (
-    MIXED,
-    Variant,
     apply_update_,
     carrier_dtype,
     choose_variant,
@@ -25,9 +23,8 @@ from dmuon.kernels import (
     normalized_momentum,
     orthogonalize,
     run,
-    storage_dtype,
 )
-from dmuon.kernels.newton_schulz import planned_call, stages
+from dmuon.kernels.newton_schulz import computation, planned_call
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from common.stress import MARGIN, Batch, stress_set
@@ -45,10 +42,10 @@ ROUNDOFF = 2.0**-8  # of bf16: a value rounded once errs by no more of itself
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """A CPU that multiplies bf16, or not: torch computes either way, on any CPU, and only time differs."""
     monkeypatch.setattr(storage, "cpu_multiplies_bf16", lambda: request.param)
-    for remembered in (stages, planned_call, carrier_dtype):
+    for remembered in (computation, planned_call, carrier_dtype):
         remembered.cache_clear()
     yield request.param
-    for remembered in (stages, planned_call, carrier_dtype):
+    for remembered in (computation, planned_call, carrier_dtype):
         remembered.cache_clear()
 
 
@@ -86,11 +83,10 @@ def test_a_product_rounds_once(native, beta):
         assert bool(((found - exact).abs() <= ROUNDOFF * exact.abs() + 1e-5 * exact.abs().max()).all())
 
 
-@pytest.mark.parametrize(("dtype", "method"), [(BF16, "auto"), (MIXED, "standard"), (MIXED, "gram"), (MIXED, "auto")])
-def test_bf16_stays_in_range_on_the_stress_set(native, batches, dtype, method):
+def test_bf16_stays_in_range_on_the_stress_set(native, batches):
     limit = max(polynomial(batch.sigma, POLAR).max().item() for batch in batches) + MARGIN
     for batch in batches:
-        ours = orthogonalize(batch.x.float(), dtype=dtype, method=method).double()
+        ours = orthogonalize(batch.x.float(), dtype=BF16).double()
         assert ours.isfinite().all()
         assert torch.linalg.matrix_norm(ours, 2).max().item() <= limit
 
@@ -107,59 +103,9 @@ def test_a_whole_update_in_bf16_equals_one_in_fp64(native):
     assert relative((before - torch.stack(weights)) / 0.5, standard(torch.stack(grads))) <= 0.05
 
 
-# -- mixed ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["torch", "split"])
-@pytest.mark.parametrize(("method", "late"), [("standard", "standard"), ("gram", "standard")])
-def test_mixed_is_two_steps_in_fp32_and_the_others_in_bf16(native, method, late, backend):
-    """To the bit, as two runs one after the other."""
-    shape = (40, 96)
-    x, _ = normalize(gaussian(2, *shape), MIXED, 0.0)
-    assert x.dtype == torch.float32 and torch.equal(x, normalize(gaussian(2, *shape), torch.float32, 0.0)[0])
-    first = Variant(method, (), backend, 2)
-    middle = run(x.clone(), first, POLAR[:2], torch.float32)
-    middle = middle.to(BF16).to(carrier_dtype(CPU, BF16))
-    expected = run(middle, Variant(late, (), backend, 2), POLAR[2:], BF16).float()
-    for piece in (2, 1):
-        variant = choose_variant(shape, 2, POLAR, MIXED, CPU, method=method, backend=backend)
-        found = run(x.clone(), Variant(method, variant.restarts, backend, piece), POLAR, MIXED)
-        assert found.dtype == torch.float32
-        assert torch.equal(found, expected)
-
-
-def test_mixed_errs_less_than_either_half(batches):
-    """The median over the stress set, from the polynomial in fp64."""
-    errors = {}
-    for dtype in (MIXED, torch.float16, BF16):
-        found = []
-        for batch in batches:
-            ours, exact = orthogonalize(batch.x.float(), dtype=dtype), standard(batch.x)
-            found += [relative(*pair) for pair in zip(ours, exact, strict=True)]
-        errors[dtype] = torch.tensor(found).median().item()
-    assert errors[MIXED] < 0.7 * errors[torch.float16] < 0.7 * 0.3 * errors[BF16]
-    assert errors[MIXED] < 0.02
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"restarts": (3,)}, r"restarts=\(3,\) is unsafe .* must restart where bf16 begins"),
-        ({"restarts": (2,)}, r"restarts=\(2,\) is unsafe .* restarts='auto' \(\(2, 3, 4\)\)"),
-        ({"coefficients": "squares"}, "not safe in mixed"),
-        ({"backend": "triton"}, "backend='triton' cannot run: 'mixed' is for CPUs"),
-    ],
-)
-def test_what_mixed_cannot_do_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        orthogonalize(gaussian(8, 12), dtype=MIXED, **options)
-
-
-def test_mixed_is_refused_elsewhere_than_on_a_cpu():
-    with pytest.raises(ValueError, match=r"'mixed' is for CPUs, and the matrices are on cuda, .* use torch.float16"):
-        storage_dtype(torch.float32, torch.device("cuda"), MIXED)
-    with pytest.raises(TypeError, match="'mixt' is not supported; use None, 'mixed' or one of"):
-        storage_dtype(torch.float32, CPU, "mixt")
+def test_what_is_no_dtype_is_refused():
+    with pytest.raises(TypeError, match=r"'mixed' is not supported; use None or one of torch\.float16"):
+        orthogonalize(gaussian(8, 12), dtype="mixed")
 
 
 # -- which CPUs ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from dmuon.layout.matrices import spread_over_all
 from dmuon.layout.shards import cells, layout_from_shapes, layout_of
 
 EXAMPLES = settings(deadline=None, max_examples=40)
@@ -93,8 +94,8 @@ def test_the_pieces_of_a_copy_partition_the_whole(case: Case) -> None:
     for owner, mine in enumerate(copies):
         of_copy = [i for i, copy in enumerate(copies) if copy == mine]
         assert [i for i, number in enumerate(layout.replicas) if number == layout.replicas[owner]] == of_copy
-        sources = layout.sources(owner)
-        assert list(sources) == [i for i in of_copy if elements[i]]
+        sources = spread_over_all(layout).copy_with(owner)
+        assert sorted(sources) == [i for i in of_copy if elements[i]]
         held = torch.cat([part_of(whole, layout.pieces[i]).flatten() for i in sources])
         assert torch.equal(held.sort().values, whole.flatten())
 
@@ -112,8 +113,8 @@ def test_a_split_dimension_is_one_along_which_pieces_concatenate(case: Case) -> 
         return
     assert cut == {layout.split_dim} and max(blocks) == 1
     for owner in range(len(expected)):
-        assert sorted(layout.order(owner)) == list(layout.sources(owner))
-        together = torch.cat([expected[i] for i in layout.order(owner)], layout.split_dim)
+        order = spread_over_all(layout).copy_with(owner)
+        together = torch.cat([expected[i] for i in order], layout.split_dim)
         assert torch.equal(together, whole)
 
 

@@ -74,13 +74,6 @@ def test_towers_hold_plain_and_gated_blocks(tmp_path: Path) -> None:
     assert {(m.rows, m.cols) for m in matrices if m.name.startswith("text") and "k_proj" in m.name} == {(64, 768)}
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_names_are_unique_and_begin_with_their_block(tmp_path: Path, kind: str) -> None:
-    matrices = read(tmp_path, {**LLAMA_8B, "model_type": kind})
-    assert len({m.name for m in matrices}) == len(matrices) == 7 * 32
-    assert all(m.name.startswith(f"{m.block}.") for m in matrices)
-
-
 UNKNOWN = [
     Matrix(f"trunk.{i}.{name}", *shape, f"trunk.{i}")
     for i in range(32)

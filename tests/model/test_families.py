@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.nn as nn
 from harness.families import HEADS, Conv1D, bare, experts, of
 from harness.trees import D, H, linear, node
@@ -190,20 +189,6 @@ def test_layers_store_matrices_in_four_forms() -> None:
     assert form(nn.Conv1d(4, 8, 3, groups=4)) is None, "depthwise"
     assert form(nn.ConvTranspose2d(4, 8, 3)) is None
     assert form(of("Experts", w1=bare(3, H, D))) == MatrixSpec()
-
-
-@pytest.mark.pitfall("P78")
-def test_parameters_alone_lead_to_their_modules() -> None:
-    block = of("Block", attn=of("BloomAttention", query_key_value=linear(D, 3 * D), **HEADS), mlp=linear())
-    elsewhere = nn.ModuleList([block.attn.query_key_value])  # as a framework's own list of layers
-    loose = bare(2, 2)
-    params = [*block.parameters(), loose]
-    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], lr=0.01)
-    for param in params:
-        param.grad = torch.randn_like(param)
-    optimizer.step()
-    assert optimizer.last_step.ns_matrices == 3 + 1 + 1, "queries, keys and values; a layer; what no layer holds"
-    assert elsewhere[0] is block.attn.query_key_value
 
 
 def test_modules_that_are_not_built_yet_disturb_nobody() -> None:

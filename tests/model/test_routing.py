@@ -59,44 +59,6 @@ def gpt2(fused: bool) -> nn.Module:
     return model
 
 
-def nanogpt() -> nn.Module:
-    def layer() -> nn.Module:
-        mlp = node(c_fc=linear(D, 4 * D), gelu=nn.GELU(), c_proj=linear(4 * D, D))
-        return node(ln_1=nn.LayerNorm(D), attn=node(q=linear(), k=linear(), v=linear(), c_proj=linear()), mlp=mlp)
-
-    inner = nn.ModuleDict(
-        {"wte": nn.Embedding(V, D), "wpe": nn.Embedding(6, D), "h": stack(layer), "ln_f": nn.LayerNorm(D)}
-    )
-    model = node(transformer=inner, lm_head=linear(D, V))
-    inner["wte"].weight = model.lm_head.weight
-    return model
-
-
-def torchtitan() -> nn.Module:
-    def layer() -> nn.Module:
-        return node(
-            attention=node(wq=linear(), wk=linear(), wv=linear(), wo=linear()),
-            feed_forward=node(w1=linear(D, H), w2=linear(H, D), w3=linear(D, H)),
-            attention_norm=nn.RMSNorm(D),
-        )
-
-    layers = nn.ModuleDict({str(i): layer() for i in range(2)})
-    return node(tok_embeddings=nn.Embedding(V, D), layers=layers, norm=nn.RMSNorm(D), output=linear(D, V))
-
-
-def bert() -> nn.Module:
-    def layer() -> nn.Module:
-        self_attention = node(query=linear(), key=linear(), value=linear())
-        attention = node(self=self_attention, output=node(dense=linear(), LayerNorm=nn.LayerNorm(D)))
-        return node(attention=attention, intermediate=node(dense=linear(D, H)), output=node(dense=linear(H, D)))
-
-    embeddings = node(word_embeddings=nn.Embedding(V, D), position_embeddings=nn.Embedding(6, D))
-    encoder = node(embeddings=embeddings, encoder=node(layer=stack(layer)), pooler=node(dense=linear()))
-    head = node(transform=node(dense=linear(), LayerNorm=nn.LayerNorm(D)), decoder=linear(D, V))
-    head.decoder.weight = embeddings.word_embeddings.weight
-    return node(bert=encoder, cls=node(predictions=head))
-
-
 def t5() -> nn.Module:
     shared = nn.Embedding(V, D)
 
@@ -120,62 +82,11 @@ def t5() -> nn.Module:
     return node(shared=shared, **sides, lm_head=linear(D, V))
 
 
-def vit() -> nn.Module:
-    """torchvision's, with its attention split: a Sequential of blocks, a Sequential head, a raw positional table."""
-
-    def layer() -> nn.Module:
-        mlp = nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Dropout(), nn.Linear(H, D), nn.Dropout())
-        return node(ln_1=nn.LayerNorm(D), self_attention=node(q=linear(), k=linear(), v=linear(), o=linear()), mlp=mlp)
-
-    encoder = node(pos_embedding=bare(1, 5, D), layers=nn.Sequential(layer(), layer()), ln=nn.LayerNorm(D))
-    heads = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, V))
-    return node(conv_proj=nn.Conv2d(3, D, 4, 4), class_token=bare(1, 1, D), encoder=encoder, heads=heads)
-
-
-class MixtralExperts(nn.Module):
-    """Of transformers 5: one tensor for all experts, gates beside what they gate."""
-
-    __module__ = "transformers.models.mixtral.modeling_mixtral"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = bare(2, 2 * H, D), bare(2, D, H)
-        self.gate_up_proj_bias = bare(2, 2 * H)
-
-
-def mixtral(fused_experts: bool = False) -> nn.Module:
-    def layer() -> nn.Module:
-        if fused_experts:
-            experts: nn.Module = MixtralExperts()
-        else:
-            experts = stack(lambda: node(w1=linear(D, H), w2=linear(H, D), w3=linear(D, H)))
-        attention = node(q_proj=linear(), k_proj=linear(), v_proj=linear(), o_proj=linear())
-        return node(self_attn=attention, block_sparse_moe=node(gate=linear(D, 2), experts=experts))
-
-    return node(model=node(embed_tokens=nn.Embedding(V, D), layers=stack(layer)), lm_head=linear(D, V))
-
-
-ATTENTION = tuple(f"self_attn.{n}_proj" for n in "qkvo")
 T5_ATTENTION = tuple(f"layer.0.SelfAttention.{n}" for n in "qkvo")
 REAL_MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "llama": (llama, each("model.layers", 2, *LLAMA)),
     "llama, one layer": (lambda: llama(1), each("model.layers", 1, *LLAMA)),
     "gpt2, split": (lambda: gpt2(False), each("transformer.h", 2, "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
-    "nanogpt": (
-        nanogpt,
-        each("transformer.h", 2, *(f"attn.{n}" for n in ("q", "k", "v", "c_proj")), "mlp.c_fc", "mlp.c_proj"),
-    ),
-    "torchtitan": (
-        torchtitan,
-        each("layers", 2, *(f"attention.w{n}" for n in "qkvo"), *(f"feed_forward.w{n}" for n in "123")),
-    ),
-    "bert": (
-        bert,
-        each(
-            "bert.encoder.layer", 2, *(f"attention.self.{n}" for n in ("query", "key", "value")),
-            "attention.output.dense", "intermediate.dense", "output.dense",
-        ),
-    ),
     "t5": (
         t5,
         {
@@ -184,24 +95,6 @@ REAL_MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
                 "decoder.block", 2, *T5_ATTENTION, *(f"layer.1.EncDecAttention.{n}" for n in "qkvo"),
                 "layer.2.DenseReluDense.wi", "layer.2.DenseReluDense.wo",
             ),
-        },
-    ),
-    "vit": (vit, each("encoder.layers", 2, *(f"self_attention.{n}" for n in "qkvo"), "mlp.0", "mlp.3")),
-    "mixtral": (
-        mixtral,
-        each(
-            "model.layers", 2, *ATTENTION, "block_sparse_moe.gate",
-            *(f"block_sparse_moe.experts.{e}.w{n}" for e in range(2) for n in "123"),
-        ),
-    ),
-    "mixtral, stacked experts": (
-        lambda: mixtral(True),
-        {
-            **each("model.layers", 2, *ATTENTION, "block_sparse_moe.gate"),
-            **{
-                f"model.layers.{i}.block_sparse_moe.experts.{name}_proj": f"model.layers.{i}"
-                for i in range(2) for name in ("gate_up", "down")
-            },
         },
     ),
 }  # fmt: skip
@@ -249,6 +142,8 @@ def test_reasons_say_why_a_parameter_is_not_on_muon(make: Callable[[], nn.Module
         (lambda: nn.Bilinear(D, D, 2), "3-D, not known to be a stack"),
         (lambda: bare(5, D), "bare parameter of Called"),  # positions, Mamba's A_log, stacked biases
         (lambda: bare(2, D, D), "3-D, not known to be a stack"),
+        (lambda: of("MyExperts", bias=bare(3, D, 2)), "3-D, not known to be a stack"),
+        (lambda: of("MyExperts", up_bias=bare(3, D)), "bare parameter"),
         (lambda: nn.Parameter(torch.zeros(D, D, dtype=torch.int64), requires_grad=False), "not floating point"),
         (lambda: nn.Parameter(torch.zeros(D, D, dtype=torch.complex64)), "not floating point"),
         (lambda: nn.Parameter(torch.zeros(0, D)), "empty"),

@@ -34,59 +34,6 @@ def unknown() -> nn.Module:
     return node(attn=of("MyAttention", qkv=linear(D, 3 * D)), mlp=linear())
 
 
-@pytest.mark.pitfall("P77", "P78")
-@pytest.mark.parametrize(
-    ("layer", "name", "spec", "reason"),
-    [
-        (attention, "attn.query_key_value.weight", MatrixSpec((4, 4, 4), repeats=2), "3 matrices inside a block"),
-        (attention, "mlp.weight", MatrixSpec(), "matrix inside a block"),
-        (lambda: node(fc=Conv1D(H, D)), "fc.weight", MatrixSpec(transposed=True), "matrix inside a block"),
-        (
-            lambda: node(a=nn.Conv2d(3, 4, 3), c=nn.Conv2d(4, D, 3)), "c.weight",
-            MatrixSpec(flattened=True), "matrix inside a block",
-        ),
-        (
-            lambda: node(a=nn.Conv2d(3, 4, 3), c=nn.Conv2d(4, D, 3, groups=2)), "c.weight",
-            MatrixSpec(flattened=True, num_heads=2), "2 matrices inside a block",
-        ),
-        (lambda: node(moe=of("GroupedExperts", w1=bare(3, H, D))), "moe.w1", MatrixSpec(), "3 matrices inside a block"),
-        (lambda: node(moe=of("MyExperts", up=bare(3, H, D))), "moe.up", MatrixSpec(), "3 matrices inside a block"),
-        (lambda: node(moe=of("Mine", up=bare(3, H, D), num_experts=3)), "moe.up", MatrixSpec(), "3 matrices"),
-        (lambda: node(experts=of("Mine", up=bare(3, H, D))), "experts.up", MatrixSpec(), "3 matrices inside a block"),
-        (
-            lambda: node(moe=of("MixtralExperts", "transformers.models.x", **experts())), "moe.gate_up_proj",
-            MatrixSpec((H, H)), "6 matrices inside a block",
-        ),
-        (lambda: nn.TransformerEncoderLayer(D, 2, H), "self_attn.in_proj_weight", MatrixSpec((D, D, D)), "3 matrices"),
-        (
-            lambda: node(mlp=nn.Sequential(linear(D, 2 * H), nn.GLU(), linear(H, D))), "mlp.0.weight",
-            MatrixSpec((H, H)), "2 matrices",
-        ),
-    ],
-)  # fmt: skip
-def test_what_a_class_is_known_to_fuse_goes_to_muon_part_by_part(
-    layer: Callable[[], nn.Module], name: str, spec: MatrixSpec, reason: str
-) -> None:
-    route = routes(layer)[name]
-    assert route.muon and route.spec == spec and route.reason.startswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("layer", "name", "reason"),
-    [
-        (lambda: node(a=linear(), c=nn.Conv2d(D, D, 3, groups=D)), "c.weight", "depthwise"),
-        (lambda: node(a=linear(), c=nn.utils.parametrizations.weight_norm(nn.Conv1d(4, D, 3))),
-         "c.parametrizations.weight.original1", "parametrized by"),
-        (lambda: node(a=linear(), q=bare(D, 2, 4)), "q", "3-D, not known to be a stack of matrices"),
-        (lambda: node(a=linear(), moe=of("MyExperts", bias=bare(3, D, 2))), "moe.bias", "3-D, not known"),
-        (lambda: node(a=linear(), moe=of("MyExperts", up_bias=bare(3, D))), "moe.up_bias", "bare parameter"),
-    ],
-)  # fmt: skip
-def test_what_is_no_matrix_stays_on_adamw_and_says_why(layer: Callable[[], nn.Module], name: str, reason: str) -> None:
-    route = routes(layer)[name]
-    assert not route.muon and reason in route.reason
-
-
 @pytest.mark.pitfall("P78")
 @pytest.mark.parametrize(
     ("layer", "name", "form"),
@@ -152,10 +99,6 @@ def test_exclude_keeps_on_adamw_what_it_names_and_nothing_else(exclude: Any) -> 
     assert [r.reason for r in found if r.fqn not in kept] == [r.reason for r in default if r.fqn not in kept]
     both = route_to_blocks(model, exclude=exclude, select=lambda fqn, *_: fqn.endswith("_proj.weight"))
     assert {r.fqn for r in both if r.muon} == {r.fqn for r in found if r.muon}, "whatever select says"
-
-
-def test_exclude_settles_what_is_refused() -> None:
-    assert routes(unknown, exclude=["*.qkv.*"])["attn.qkv.weight"].reason == "excluded by exclude"
 
 
 @pytest.mark.parametrize(

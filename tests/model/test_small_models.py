@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.small_models import CASES, Model, build, chain, tied_layers
-from harness.trees import Called, D, H, linear, llama, node, stack
+from harness.trees import Called, D, H, linear, node, stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dmuon.model.routing import route_parameters, route_to_blocks
@@ -43,15 +43,6 @@ def test_blocks_may_be_the_whole_model_which_hides_nothing() -> None:
         model = case.make()
         found = {r.fqn: r.block for r in route_to_blocks(model, blocks=[model]) if r.muon}
         assert found == {f"{name}.weight": "(model)" for name in case.hidden}
-
-
-def test_select_needs_no_blocks() -> None:
-    model = llama()
-    chosen = {"lm_head.weight", "model.layers.0.mlp.up_proj.weight"}
-    assert {r.fqn for r in route_parameters(model, select=lambda fqn, *_: fqn in chosen) if r.muon} == chosen
-    named = [*model.model.layers, model.lm_head]
-    found = {r.fqn: r.block for r in route_to_blocks(model, lambda fqn, *_: fqn in chosen, named) if r.muon}
-    assert found == {"lm_head.weight": "lm_head", "model.layers.0.mlp.up_proj.weight": "model.layers.0"}
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
+from harness.heard import heard
 from harness.network import Network, full_state, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
@@ -150,18 +149,6 @@ WAYS: list[tuple[Callable[[Network, int], Built], str | None]] = [
 AVERAGED = (ddp, ddp_later, ddp_thawed_then_wrapped_anew, composable, fsdp, dedicated, dedicated_and_sharded)
 
 
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dmuon").addHandler(handler)
-    try:
-        yield told
-    finally:
-        logging.getLogger("dmuon").removeHandler(handler)
-
-
 def backward(program: nn.Module, optimizer: dmuon.Muon, rank: int, world: int) -> None:
     optimizer.zero_grad()
     loss_of(program, *shard(batch(0), rank, world)).backward()
@@ -173,7 +160,7 @@ def test_each_parameter_has_one_known_averager_or_the_user_is_told(
     rank: int, world: int, way: Callable[[Network, int], Built], expected: str | None
 ) -> None:
     model = build()
-    with warnings() as told:
+    with heard() as told:
         program, optimizer = way(model, world)
         backward(program, optimizer, rank, world)
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -192,20 +179,6 @@ def test_each_parameter_has_one_known_averager_or_the_user_is_told(
         optimizer.step()
     told = [text for text in told if "average" in text]
     assert (len(told) == 1 and expected in told[0]) if expected else not told, told
-
-
-@on_ranks(2)
-def test_what_is_thawed_under_ddp_in_mid_training_is_refused(rank: int, world: int) -> None:
-    model = build()
-    model.blocks[2].requires_grad_(False)
-    program, optimizer = ddp(model, world)
-    for _ in range(2):
-        backward(program, optimizer, rank, world)
-        optimizer.step()
-    model.blocks[2].requires_grad_(True)
-    backward(program, optimizer, rank, world)
-    with pytest.raises(RuntimeError, match=RAISES):
-        optimizer.step()
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -340,19 +313,3 @@ def test_siblings_that_share_a_weight_are_not_dedicated_apart(rank: int, world: 
 def told(optimizer: dmuon.Muon) -> Any:
     """The ids of the parameters that somebody is known to average."""
     return optimizer._averagers._told
-
-
-@pytest.mark.pitfall("P86")
-@on_ranks(2)
-def test_what_was_told_of_a_parameter_is_forgotten_with_it(rank: int, world: int) -> None:
-    """A late one may have its id, and would be trained by one rank's batch without a word."""
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    loss_of(model, *batch(0)).backward()
-    optimizer.step()
-    head = {id(p) for p in model.head.parameters()}
-    assert head <= told(optimizer)
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) not in head]
-    optimizer.step()
-    assert told(optimizer) and not head & told(optimizer)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
 from harness.network import full_state, loss_of, shard
 from harness.on_ranks import on_ranks
@@ -19,7 +18,6 @@ from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.func import functional_call, grad
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -99,39 +97,6 @@ def test_a_hook_before_the_step_may_give_it_a_closure() -> None:
 
 
 # -- torch.compile and torch.func ------------------------------------------------------------------------------------
-
-
-def test_gradients_of_torch_func_are_gradients() -> None:
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    for step in range(5):
-        tokens, targets = batch(step)
-        params = dict(model.named_parameters())
-
-        def loss(values: dict[str, torch.Tensor], tokens: Any = tokens, targets: Any = targets) -> torch.Tensor:
-            outputs = functional_call(model, values, (tokens,))
-            return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
-
-        grads = grad(loss)(params)
-        for name, param in params.items():
-            param.grad = grads[name]
-        optimizer.step()
-    assert_equal_weights(weights(model), reference_weights())
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_torch_func_through_a_dedicated_block_is_refused_by_name(rank: int, world: int) -> None:
-    laid = lay("1d-two-lines", build())
-    optimizer = laid.optimizer()
-    for step in range(5):
-        if step == 2:
-            with pytest.raises(RuntimeError, match=r"inside torch.func .*use torch.autograd.grad or backward\(\)"):
-                grad(lambda hidden: laid.network.blocks[0](hidden).sum())(torch.ones(3, 5, 13))
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
-    assert_equal_weights(full_state(laid.model), reference_weights())
 
 
 # -- a step inside backward -------------------------------------------------------------------------------------------
@@ -230,44 +195,6 @@ def test_cycles_compiled_steps_and_zeroed_gradients_equal_one_process(rank: int,
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Also of what is frozen."""
-    named = [(n.startswith("blocks"), p) for n, p in model.named_parameters()]
-    return [
-        {"params": [p for in_block, p in named if in_block and p.ndim == 2], "use_muon": True},
-        {"params": [p for in_block, p in named if not in_block and p.ndim == 2], "use_muon": False},
-        {"params": [p for _, p in named if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
-    ]
-
-
-def test_frozen_parameters_have_no_state_until_they_are_trained() -> None:
-    model = build()
-    names = ("blocks.1.up.weight", "blocks.0.up.bias", "embed.weight")
-    for name in names:
-        model.get_parameter(name).requires_grad_(False)
-    optimizer = dmuon.Muon(groups_of(model), **OPTIONS, overlap_backward=True)
-    train(model, optimizer, range(2))
-    frozen = [model.get_parameter(name) for name in names]
-    assert not any(p in optimizer.state for p in frozen) and len(optimizer.state) == 22
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert len(saved["state"]) == 22
-    optimizer.load_state_dict(copy.deepcopy(saved))
-    assert len(optimizer.state) == 22
-    before = weights(model)
-    assert all(torch.equal(before[name], build().get_parameter(name)) for name in names)
-    for param in frozen:
-        param.requires_grad_(True)
-    train(model, optimizer, range(2, 4))
-    assert len(optimizer.state) == 25
-    assert not any(torch.equal(model.get_parameter(name), before[name]) for name in names)
-    again = build()
-    again.load_state_dict(before)
-    other = dmuon.Muon(groups_of(again), **OPTIONS)
-    other.load_state_dict(saved)
-    train(again, other, range(2, 4))
-    assert_equal_weights(weights(again), weights(model), 0.0)
 
 
 def test_a_state_dict_with_a_function_of_the_shape_is_saved_without_it() -> None:

@@ -97,32 +97,6 @@ def test_a_copy_of_the_optimizer_alone_has_parameters_of_its_own(how: str) -> No
     assert other.last_step.nonfinite == ("blocks.1.mix.weight",), "names are copied"
 
 
-@pytest.mark.pitfall("P74")
-def test_a_copy_can_be_loaded_grown_and_copied_before_it_steps() -> None:
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    train(model, optimizer, range(3))
-    saved = [copy.deepcopy(part.state_dict()) for part in (model, optimizer)]
-    fresh = build()
-    model2, optimizer2 = copy.deepcopy((fresh, dmuon.Muon(fresh, **OPTIONS)))
-    model2, optimizer2 = copy.deepcopy((model2, optimizer2))
-    for part, state in zip((model2, optimizer2), saved, strict=True):
-        part.load_state_dict(state)
-    optimizer2.add_param_group({"params": [nn.Parameter(torch.ones(3, 2))]})
-    assert optimizer2.param_groups[3]["weight_decay"] == OPTIONS["weight_decay"], "defaults of the constructor"
-    train(model2, optimizer2, range(3, 5))
-    assert_equal_weights(weights(model2), reference_weights())
-
-
-@pytest.mark.pitfall("P74")
-def test_a_tensor_that_groups_share_as_lr_is_one_tensor_in_a_copy() -> None:
-    optimizer = dmuon.Muon(build(), lr=torch.tensor(0.5))
-    rates = [group["lr"] for group in copy.deepcopy(optimizer).param_groups]
-    assert rates[0] is rates[1] is rates[2] and rates[0] is not optimizer.param_groups[0]["lr"]
-    rates[0].fill_(0.25)
-    assert optimizer.param_groups[0]["lr"].item() == 0.5
-
-
 def wrapped(kind: str, model: nn.Module) -> tuple[nn.Module, dmuon.Muon]:
     if kind == "ddp":
         outer: nn.Module = DistributedDataParallel(model)

@@ -21,7 +21,7 @@ from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import DECAY, LR, OPTIONS, batch, build
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -70,7 +70,7 @@ def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, member
 
 
 @EVERY
-@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+@pytest.mark.parametrize("strategy", ["replicated", "sharded", "full_replication"])
 @on_ranks(2)
 def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member: str, strategy: str) -> None:
     if (member, strategy) == ("function", "sharded"):
@@ -84,7 +84,9 @@ def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member:
 
 
 @EVERY
-@pytest.mark.parametrize("layout", ["2", "3", "ddp", "hsdp", "tp"])
+@pytest.mark.parametrize(
+    "layout", ["3", "tp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("2", "ddp", "hsdp"))]
+)
 def test_tensors_of_any_matrices_that_dmuon_owns(ranks: RankPool, layout: str, member: str) -> None:
     ranks({"hsdp": 4, "3": 3}.get(layout, 2), owned, layout, member)
 
@@ -111,7 +113,7 @@ def owned(rank: int, world: int, layout: str, member: str) -> None:
 @EVERY
 @pytest.mark.parametrize(
     "layout",
-    ["ddp", "tp-alone", "fsdp2-3", "1d-3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp2-tp", "cp-mesh"))],
+    ["ddp", "fsdp2-3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp-alone", "1d-3", "fsdp2-tp", "cp-mesh"))],
 )
 def test_models_as_users_lay_them_out(ranks: RankPool, layout: str, member: str) -> None:
     ranks(LAYOUTS[layout].world, laid_out, layout, member)
@@ -159,10 +161,13 @@ TOPOLOGIES = [
     ("fsdp2-2", "fsdp2-3"), ("fsdp2-2", "single"), ("fsdp2-2", "1d"), ("1d", "1d-3"), ("1d", "fsdp2-tp"),
     ("tp-fsdp", "fsdp2-3"), ("fsdp2-tp", "tp"), ("experts on 3", "rows on 2"), ("rows on 2", "experts alone"),
 ]  # fmt: skip
+QUICK = TOPOLOGIES[::4]
 
 
 @pytest.mark.parametrize("member", ["normuon", "bf16 momentum"])
-@pytest.mark.parametrize(("source", "target"), TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("source", "target"), [p if p in QUICK else pytest.param(*p, marks=pytest.mark.slow) for p in TOPOLOGIES]
+)
 def test_state_goes_on_anywhere(ranks: RankPool, tmp_path: Path, source: str, target: str, member: str) -> None:
     path = str(tmp_path)
     ranks(checkpoints.world_of(source), saves, path, source, member)
@@ -192,19 +197,6 @@ def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
     else:
         expected = trained(build(), member, {}, checkpoints.TOTAL)
     assert_equal_weights(found, expected, NEAR.get(member, 1e-5))
-
-
-@on_ranks(2)
-def test_bf16_momentum_is_gathered_whole(rank: int, world: int) -> None:
-    laid = lay("fsdp2-2", build())
-    optimizer = laid.optimizer(momentum_dtype=torch.bfloat16)
-    laid.backward(0)
-    optimizer.step()
-    whole_state = get_optimizer_state_dict(laid.model, optimizer, options=checkpoints.FULL)
-    set_optimizer_state_dict(laid.model, optimizer, whole_state, options=checkpoints.FULL)
-    assert optimizer.param_groups[0]["momentum_dtype"] is torch.bfloat16
-    moments = [values["momentum_buffer"] for values in whole_state["state"].values() if "momentum_buffer" in values]
-    assert moments and all(moment.dtype == torch.bfloat16 for moment in moments)
 
 
 # -- learning rates ------------------------------------------------------------------------------------------------
@@ -387,19 +379,6 @@ def test_rows_that_only_a_users_functions_know_are_refused(rank: int, world: int
         weights.optimizer(config, second_moment="row")
 
 
-def test_a_matrix_without_a_gradient_keeps_its_rows() -> None:
-    params = [nn.Parameter(torch.eye(4, 3)), nn.Parameter(torch.eye(4, 3))]
-    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], second_moment="row")
-    for given in (params, params[1:]):
-        optimizer.zero_grad()
-        for param in given:
-            param.grad = torch.ones(4, 3) + torch.eye(4, 3)
-        before = optimizer.state[params[0]]["row_second_moment"].clone()
-        optimizer.step()
-    first, second = (optimizer.state[param]["row_second_moment"] for param in params)
-    assert torch.equal(first, before) and not torch.equal(second, before)
-
-
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
 
@@ -443,6 +422,38 @@ def test_momentum_is_converted_by_a_load() -> None:
             assert torch.equal(values["momentum_buffer"], again["state"][i]["momentum_buffer"].float())
     with pytest.raises(ValueError, match=r"momentum_dtype must be torch\.bfloat16 or None"):
         dmuon.Muon(build(), momentum_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum_dtype": torch.bfloat16},
+        {"ns_dtype": torch.float32},
+        {"orthogonalize": polar},
+        {"adjust_lr_fn": lambda shape: 0.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("form", ["flatten_optimizer_state_dict", "full_state_dict"])
+def test_torch_saves_options_that_are_no_numbers(options: dict[str, Any], form: str) -> None:
+    chosen = StateDictOptions(**{form: True})
+    models = [build(), build()]
+    optimizers = [dmuon.Muon(model, **{**OPTIONS, **options}) for model in models]
+
+    def step(index: int) -> None:
+        models[index].zero_grad()
+        loss_of(models[index], *batch(7)).backward()
+        optimizers[index].step()
+
+    step(0)
+    saved = get_optimizer_state_dict(models[0], optimizers[0], options=chosen)
+    models[1].load_state_dict(models[0].state_dict())
+    set_optimizer_state_dict(models[1], optimizers[1], saved, options=chosen)
+    name, value = next(iter(options.items()))
+    assert optimizers[1].param_groups[0][name] == value
+    for index in (0, 1):
+        step(index)
+    assert_equal_weights(dict(models[1].state_dict()), dict(models[0].state_dict()))
 
 
 @pytest.mark.parametrize(("deviation", "most", "least"), [(0.01, 0.05, 0.04), (0.1, 0.001, 0.0), (1.0, 0.001, 0.0)])

@@ -93,7 +93,9 @@ def check(layout: str) -> None:
 
 
 @pytest.mark.pitfall("P87", "P19")
-@pytest.mark.parametrize("layout", ["fsdp2-2", "ddp", "1d", "1d-two-lines", "tp-alone"])
+@pytest.mark.parametrize(
+    "layout", ["fsdp2-2", "ddp", "1d-two-lines", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1d", "tp-alone"))]
+)
 @on_ranks(2, timeout=180.0)
 def test_what_is_unfrozen_trains_as_in_one_process(rank: int, world: int, layout: str) -> None:
     check(layout)
@@ -116,34 +118,6 @@ def test_what_is_unfrozen_on_one_rank_trains_by_muon_and_is_told_as_frozen_befor
         assert re.search(f"; frozen: [0-9]+ parameters, {held:,} elements$", table, re.MULTILINE)
     train_and_thaw(model, optimizer, lambda step: loss_of(model, *batch(step)))
     assert_equal_weights(dict(model.state_dict()), reference(FROZEN[what]))
-
-
-@pytest.mark.pitfall("P87")
-def test_momentum_survives_freezing_and_checkpoints() -> None:
-    """Frozen after training, loaded while frozen, and trained again: as if nothing had happened."""
-    model, theirs = build(), build()
-    optimizer, expected = dmuon.Muon(model, **OPTIONS), Reference(theirs)
-    for either, its in ((model, optimizer), (theirs, expected)):
-        train(either, its, range(2))
-        either.blocks.requires_grad_(False)
-        train(either, its, range(2, 4))
-    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    again = build(seed=5)
-    again.load_state_dict(weights)
-    again.blocks.requires_grad_(False)
-    other = dmuon.Muon(again, **OPTIONS)
-    assert not any(p in other.state for p in again.blocks.parameters())
-    other.load_state_dict(state)
-    assert all(p in other.state for p in again.blocks.parameters() if p.ndim == 2)
-    train(again, other, range(4, 6))
-    twice = copy.deepcopy(other.state_dict())
-    other.load_state_dict(twice)
-    theirs_loaded = [(again, other), (theirs, expected)]
-    train(theirs, expected, range(4, 6))
-    for either, its in theirs_loaded:
-        either.requires_grad_(True)
-        train(either, its, range(6, 8))
-    assert_equal_weights(dict(again.state_dict()), dict(theirs.state_dict()))
 
 
 @pytest.mark.pitfall("P87", "P05")
@@ -228,17 +202,6 @@ def test_a_stage_without_a_matrix_that_trains_is_adamw_s(rank: int, world: int, 
         state = copy.deepcopy(optimizer.state_dict())
         optimizer.load_state_dict(state)
         assert "Muon: 0 matrices" in dmuon.explain(stage, optimizer)
-
-
-@on_ranks(2, timeout=120.0)
-def test_a_model_of_which_all_matrices_were_dedicated_is_averaged(rank: int, world: int) -> None:
-    expected = build()
-    train(expected, Reference(expected), range(3))
-    model, mesh = build(), init_device_mesh("cpu", (world,))
-    dmuon.dedicate_params(list(model.blocks), mesh, costs="flops")
-    dmuon.dedicate_params(model, mesh)
-    train(model, dmuon.Muon(model, **OPTIONS), range(3), rank, world)
-    assert_equal_weights(full_state(model), dict(expected.state_dict()))
 
 
 @pytest.mark.pitfall("P02", "P90")

@@ -183,12 +183,6 @@ def test_representation_tells_each_group() -> None:
     assert shown.count("Parameter Group") == 3 and "    betas: (0.9, 0.95)\n" in shown
 
 
-def test_unknown_keywords_of_the_constructor_are_refused() -> None:
-    for name in ("maximize", "foreach", "fused", "betas"):
-        with pytest.raises(TypeError, match=name):
-            dmuon.Muon(build(), **{name: True})
-
-
 def test_zeroed_gradients_are_kept_and_count_as_zero() -> None:
     found = []
     for set_to_none in (True, False):

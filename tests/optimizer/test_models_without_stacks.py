@@ -38,12 +38,6 @@ def expected(name: str) -> dict[str, Tensor]:
     return train(model, Reference(model, matrix=matrices.__contains__))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_process_equals_torch_on_models_without_stacks(name: str) -> None:
-    model = build(name)
-    assert_equal_weights(train(model, dmuon.Muon(model, **OPTIONS)), expected(name))
-
-
 @on_ranks(2)
 def test_parts_of_a_container_that_nobody_calls_are_dedicated(rank: int, world: int) -> None:
     def build_parts() -> nn.ModuleDict:

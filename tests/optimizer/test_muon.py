@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,23 +11,14 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import full_state, is_matrix, loss_of
-from harness.on_ranks import on_ranks
+from harness.network import is_matrix, loss_of
 from harness.oracle import Reference, fp32_newton_schulz, reference_weights
-from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
-from torch import Tensor
 
 import dmuon
 from dmuon.optimizer import wrapping
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
-
-
-def trained(steps: int = 3, **options: Any) -> dict[str, Tensor]:
-    model = build()
-    train(model, dmuon.Muon(model, **{**OPTIONS, **options}), range(steps))
-    return dict(model.state_dict())
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -110,28 +99,6 @@ def test_matrix_updates_equal_torch_muon(adjust: str | None, nesterov: bool) -> 
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(optimizer.state[mine]["momentum_buffer"], stock.state[other]["momentum_buffer"])
-
-
-@on_ranks(2)
-def test_owned_parameters_beside_torch_adamw_equal_single_process(rank: int, world: int) -> None:
-    laid = lay("1d", build())
-    model = laid.model
-    owned = dmuon.owned_parameters(model)
-    rest = [p for p in model.parameters() if p not in owned]
-    groups = [
-        {"params": [p for p in rest if p.ndim >= 2]},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizers = [
-        dmuon.Muon(owned, **OPTIONS),
-        torch.optim.AdamW(groups, lr=OPTIONS["lr"], betas=(0.9, 0.95), weight_decay=OPTIONS["weight_decay"]),
-    ]
-    for step in range(5):
-        model.zero_grad()
-        laid.backward(step)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_equal_weights(full_state(model), reference_weights())
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -222,10 +189,6 @@ def test_options_of_a_group_are_its_own() -> None:
     assert not torch.equal(first, before)
 
 
-def test_tensor_lr_equals_float_lr() -> None:
-    assert_equal_weights(trained(lr=torch.tensor(2e-3)), trained(lr=2e-3), 1e-6)
-
-
 # -- routing and groups --------------------------------------------------------------------------------------------
 
 
@@ -272,9 +235,9 @@ def test_module_groups_follow_the_policy() -> None:
         (build, {"ns_coefficients": "fancy"}, ValueError, "fancy"),
         (build, {"ns_steps": -1}, ValueError, "steps"),
         (build, {"eps": float("nan")}, ValueError, "eps"),
-        (build, {"ns_dtype": "bf16"}, TypeError, "ns_dtype must be a torch.dtype, 'mixed' or None"),
+        (build, {"ns_dtype": "mixed"}, TypeError, "ns_dtype must be a torch.dtype, such as torch.bfloat16, or None"),
         (build, {"ns_dtype": torch.int8}, TypeError, "ns_dtype=torch.int8 is not supported"),
-        (build, {"ns_dtype": "mixed", "ns_coefficients": "squares"}, ValueError, "not safe in mixed"),
+        (build, {"ns_dtype": torch.bfloat16, "ns_coefficients": "squares"}, ValueError, "not safe in torch.bfloat16"),
         (build, {"adjust_lr_fn": "wide"}, ValueError, "wide"),
         (build, {"adamw_betas": (0.9,)}, ValueError, "betas"),
         (build, {"adamw_betas": (0.9, 1.0)}, ValueError, r"betas\[1\]"),
@@ -298,23 +261,6 @@ def test_unusable_options_and_parameters_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         dmuon.Muon(params(), **options)
-
-
-def test_added_group_is_optimized() -> None:
-    model = build()
-    muon, rest = split(model)
-    optimizer = dmuon.Muon([{"params": muon[:4], "use_muon": True}], **OPTIONS)
-    optimizer.add_param_group({"params": iter(muon[4:]), "use_muon": True})
-    optimizer.add_param_group({"params": [p for p in rest if p.ndim >= 2], "use_muon": False})
-    optimizer.add_param_group({"params": [p for p in rest if p.ndim < 2], "use_muon": False, "weight_decay": 0.0})
-    train(model, optimizer, range(5))
-    assert_equal_weights(dict(model.state_dict()), reference_weights())
-    count = len(optimizer.param_groups), len(optimizer.state)
-    with pytest.raises(ValueError, match="1 dim"):
-        optimizer.add_param_group({"params": nn.Parameter(torch.ones(3)), "use_muon": True})
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": muon[0], "use_muon": True})
-    assert (len(optimizer.param_groups), len(optimizer.state)) == count, "a refused group leaves nothing behind"
 
 
 # -- gradients, closures, counters ---------------------------------------------------------------------------------
@@ -350,18 +296,6 @@ def test_parameters_without_gradients_are_skipped_as_in_torch(pair: Any) -> None
     assert all(torch.equal(t, before[n]) for n, t in ours.state_dict().items())
 
 
-@pytest.mark.pitfall("P19")
-def test_frozen_parameters_stay_and_thaw(pair: Any) -> None:
-    (ours, optimizer), (theirs, _) = pair
-    for step in range(4):
-        for model, either in pair:
-            for name in ("blocks.1.up.weight", "blocks.0.up.bias", "embed.weight"):
-                model.get_parameter(name).requires_grad_(step >= 2)
-            train(model, either, [step])
-        assert optimizer.last_step.ns_matrices == (8 if step < 2 else 9)
-    assert_equal_weights(dict(ours.state_dict()), dict(theirs.state_dict()))
-
-
 @pytest.mark.pitfall("P55")
 def test_closure_is_called_once_with_gradients_enabled() -> None:
     model = build()
@@ -380,29 +314,6 @@ def test_closure_is_called_once_with_gradients_enabled() -> None:
     assert returned == losses and len(losses) == 5
     assert_equal_weights(dict(model.state_dict()), reference_weights(5))
     assert optimizer.step() is None
-
-
-SCRIPT = """
-import torch, torch.nn as nn, dmuon
-model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)) for _ in range(2)))
-optimizer = dmuon.Muon(model, lr=1e-2)
-before = [p.detach().clone() for p in model.parameters()]
-model(torch.randn(3, 5)).square().sum().backward()
-dmuon.clip_grad_norm_(model.parameters(), 1.0)
-optimizer.step()
-assert not torch.distributed.is_initialized()
-assert optimizer.last_step.ns_matrices == 4, optimizer.last_step
-assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-optimizer.load_state_dict(optimizer.state_dict())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.pitfall("P56")
-def test_works_without_a_launcher() -> None:
-    command, environment = [sys.executable, "-c", SCRIPT], {"PATH": "/usr/bin:/bin"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.pitfall("P10", "P32")

@@ -12,7 +12,7 @@ from harness.assertions import assert_equal_weights
 from harness.oracle import Reference
 from harness.toy import OPTIONS, build, train
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.swa_utils import SWALR, AveragedModel
+from torch.optim.swa_utils import SWALR
 
 import dmuon
 
@@ -106,23 +106,6 @@ def test_a_schedule_goes_on_from_a_state_dict(schedule: str) -> None:
             schedule_.step()
         assert cycled(optimizer) == cycled(optimizer2)
     assert_equal_weights(dict(again.state_dict()), dict(model.state_dict()), 0.0)
-
-
-@pytest.mark.pitfall("P75")
-def test_averaged_weights_are_the_mean_of_what_was_averaged() -> None:
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    averaged = AveragedModel(model)
-    scheduler = SWALR(optimizer, swa_lr=1e-3)
-    seen: list[dict[str, torch.Tensor]] = []
-    for step in range(4):
-        train(model, optimizer, [step])
-        averaged.update_parameters(model)
-        scheduler.step()
-        seen.append({n: p.detach().clone() for n, p in model.named_parameters()})
-    for name, param in averaged.module.named_parameters():
-        torch.testing.assert_close(param, torch.stack([weights[name] for weights in seen]).mean(0))
-    assert not torch.equal(seen[0]["blocks.0.up.weight"], seen[3]["blocks.0.up.weight"])
 
 
 def test_momentum_of_an_adamw_group_is_its_first_beta_and_nothing_that_is_saved() -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.checkpoints import SINGLE, start, world_of
@@ -19,7 +15,7 @@ from harness.on_ranks import on_ranks
 from harness.oracle import is_matrix, reference_weights
 from harness.pool import RankPool
 from harness.toy import OPTIONS, build, train
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -58,44 +54,6 @@ def test_parameters_that_are_replaced_are_followed(rank: int, world: int, steps:
         assert optimizer.last_step.ns_matrices < 9, "others orthogonalize the rest"
 
 
-@on_ranks(2)
-def test_what_accelerate_saves_is_loaded(rank: int, world: int) -> None:
-    runs = []
-    for _ in range(2):
-        model = build()
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        shard_under(optimizer, model, world)
-        runs.append((model, optimizer))
-    (model, optimizer), (other, of_other) = runs
-    train(model, optimizer, range(3), rank, world)
-    weights, state = get_state_dict(model, optimizer)
-    set_state_dict(other, of_other, model_state_dict=weights, optim_state_dict=state)
-    train(other, of_other, range(3, 5), rank, world)
-    assert_equal_weights(full_state(other), reference_weights())
-
-
-CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "double": nn.Module.double,
-    "to": lambda model: model.to(torch.bfloat16),
-    "half and back": lambda model: model.half().float(),
-}
-
-
-@pytest.mark.parametrize("how", CONVERSIONS)
-def test_a_model_that_is_converted_after_the_optimizer_was_built_trains_as_one_before(how: str) -> None:
-    early, late = build(), build()
-    optimizer = dmuon.Muon(early, **OPTIONS)
-    CONVERSIONS[how](early)
-    CONVERSIONS[how](late)
-    other = dmuon.Muon(late, **OPTIONS)
-    for model, its in ((early, optimizer), (late, other)):
-        train(model, its, range(3))
-    for (name, p), q in zip(early.named_parameters(), late.parameters(), strict=True):
-        assert torch.equal(p, q), name
-        for key, value in optimizer.state[p].items():
-            assert value.dtype == other.state[q][key].dtype and torch.equal(value, other.state[q][key]), (name, key)
-
-
 def test_what_is_frozen_costs_no_state() -> None:
     model = build()
     for name, param in model.named_parameters():
@@ -109,21 +67,6 @@ def test_what_is_frozen_costs_no_state() -> None:
         param.requires_grad_(True)
     train(model, optimizer, range(2, 3))
     assert {p for p, values in optimizer.state.items() if values} == set(model.parameters())
-
-
-def test_a_checkpoint_is_loaded_before_the_first_step(tmp_path: Any) -> None:
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    train(model, optimizer, range(3))
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
-    fresh = build(seed=7)
-    other = dmuon.Muon(fresh, **OPTIONS)
-    weights, state = get_state_dict(fresh, other)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
-    set_state_dict(fresh, other, model_state_dict=weights, optim_state_dict=state)
-    train(fresh, other, range(3, 5))
-    assert_equal_weights(dict(fresh.state_dict()), reference_weights())
 
 
 @pytest.mark.pitfall("P31")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -171,20 +169,6 @@ def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, key, cont
     assert set(costs.CostCache.load(path).entries) == set(COUNTS)
 
 
-@pytest.mark.pitfall("P71", "P72")
-@pytest.mark.timeout(60)
-def test_a_pipe_in_the_users_cache_is_named_left_and_done_without(measurements, key):
-    path = costs.user_cache_path(key)
-    path.parent.mkdir(parents=True)
-    os.mkfifo(path)
-    with pytest.warns(UserWarning) as told:
-        alone()
-    said = [str(one.message) for one in told]
-    assert said[0].startswith(f"cost cache {path}: not a file; ") and said[0].endswith("measuring anew")
-    assert "cannot be written" in said[1] and "is no regular file" in said[1]
-    assert len(measurements) == 6 and stat.S_ISFIFO(os.lstat(path).st_mode)
-
-
 @pytest.mark.pitfall("P93")
 def test_all_ranks_build_their_kernels_before_any_measures(measurements, monkeypatch):
     order = []
@@ -196,8 +180,9 @@ def test_all_ranks_build_their_kernels_before_any_measures(measurements, monkeyp
 
 
 @pytest.mark.pitfall("P50")
-def test_another_devices_costs_are_not_used(measurements, keep):
-    keep(ALL, device="Another device")
+@pytest.mark.parametrize("other", [{"device": "Another device"}, {"threads": 2}], ids=str)
+def test_another_devices_costs_are_not_used(measurements, keep, other):
+    keep(ALL, **other)
     assert alone()[0].costs[16, 16][1] == 16_000
     assert len(measurements) == 6
 
@@ -237,12 +222,17 @@ def test_an_explicit_path_is_used_as_it_is(measurements, keep, tmp_path):
     ("name", "message"),
     [
         ("alien.json", "key field 'device' is 'Another device'"),
+        (
+            "threads.json",
+            "key field 'threads' is 2, this run's is 1; measure on this device with OMP_NUM_THREADS=1 dmuon",
+        ),
         ("bad.json", "corrupt or truncated"),
         ("none.json", "no such file"),
     ],
 )
 def test_an_unusable_path_is_the_same_error_on_every_rank(measurements, keep, tmp_path, name, message, world):
     keep({(16, 16): {1: 10}}, tmp_path / "alien.json", device="Another device")
+    keep({(16, 16): {1: 10}}, tmp_path / "threads.json", threads=2)
     (tmp_path / "bad.json").write_text("{")
     errors = together(world, costs=str(tmp_path / name))
     assert all(isinstance(e, costs.CostCacheError) and name in str(e) and message in str(e) for e in errors)

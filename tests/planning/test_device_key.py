@@ -94,6 +94,7 @@ def test_the_key_holds_the_digest_of_the_kernels() -> None:
     assert len(sources) > 10
     key = device_keys.device_key(torch.device("cpu"), device_keys.options_of(profiles()[0][1], ""))
     assert key.kernels == device_keys.code_digest(sources)
+    assert key.threads == torch.get_num_threads()
 
 
 def test_the_key_of_a_gpu_names_what_makes_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

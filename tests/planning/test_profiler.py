@@ -15,16 +15,6 @@ from dmuon.planning import device_key, profiler
 CPU = torch.device("cpu")
 
 
-def test_timings_are_isotonic_and_complete():
-    work = {(16, 32): (1, 2, 4, 8), (32, 64): (1, 2)}
-    timings = profiler.measure(work, device=CPU, budget_s=5)
-    assert {shape: tuple(batches) for shape, batches in timings.items()} == work
-    for batches in timings.values():
-        medians = [t.median_ns for t in batches.values()]
-        assert medians == sorted(medians)
-        assert all(1 <= t.p10_ns <= t.median_ns <= t.p90_ns and t.n >= 1 for t in batches.values())
-
-
 @pytest.fixture
 def timed(monkeypatch):
     """Shapes and batch sizes in the order in which they are timed, with the number of threads."""
@@ -67,7 +57,7 @@ def two_threads():
 def test_threads_and_random_state_are_left_alone(two_threads, timed):
     state = torch.get_rng_state()
     profiler.measure({(8, 8): (1,)}, device=CPU, budget_s=1)
-    assert timed == [((8, 8), 1, 1)]
+    assert timed == [((8, 8), 1, two_threads)], "as a step will run"
     assert torch.get_num_threads() == two_threads
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -152,10 +142,10 @@ def test_a_variant_that_computes_something_else_is_not_chosen_however_fast(monke
         assert find().method == "standard"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "mixed", torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_variants_that_compute_the_same_agree(dtype):
     batch = profiler._Batch((48, 80), 2, CPU)
-    for method, restarts in (("gram", (2, 3, 4) if dtype == "mixed" else (2,)), ("standard", ())):
+    for method, restarts in (("gram", (2,)), ("standard", ())):
         if method == "gram" and dtype == torch.bfloat16:
             continue
         for backend in ("torch", "split"):
@@ -238,7 +228,6 @@ RUNS = [
     profiler.NsOptions((3.0, -4.0, 2.0), 3, torch.float16),
     profiler.NsOptions("you", 4, torch.bfloat16),
     profiler.NsOptions(dtype=torch.float16),
-    profiler.NsOptions(dtype="mixed"),
 ]
 
 
@@ -269,17 +258,3 @@ def test_each_option_is_part_of_the_key_and_read_from_it():
 def test_a_key_of_no_run_is_refused_by_field(changes, message):
     with pytest.raises(device_key.CostCacheError, match=message):
         device_key.options_of(replace(device_key.device_key(CPU, profiler.NsOptions()), **changes), "x")
-
-
-@pytest.mark.parametrize(
-    ("shape", "most", "device", "sizes"),
-    [
-        ((64, 64), 100, "cpu", (1, 2, 4, 8, 16)),
-        ((64, 64), 3, "cpu", (1, 2)),
-        ((512, 2048), 100, "cpu", (1,)),
-        ((512, 2048), 100, "cuda", (1, 2, 4, 8, 16, 32, 64)),
-        ((8192, 28672), 100, "cuda", (1,)),
-    ],
-)
-def test_batch_sizes_are_powers_of_two_that_the_device_runs_at_once(shape, most, device, sizes):
-    assert profiler.useful_batch_sizes(shape, most, torch.device(device)) == sizes

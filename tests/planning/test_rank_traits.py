@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from dataclasses import replace
-from unittest import mock
-
+import pytest
 import torch.nn as nn
-from harness.assertions import assert_equal_weights, assert_same_tensors, raised_by
-from harness.network import full_state, tensor_parallel
+from harness.assertions import assert_same_tensors, raised_by
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS, build, train
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.dedicated.dedication import dedications
-from dmuon.report import stragglers
 
 
 def loads(found: dmuon.OwnerPlan) -> list[int]:
@@ -67,57 +61,6 @@ def test_speeds_that_ranks_do_not_agree_on_or_cannot_use_are_refused_on_all(rank
     assert raised.matches(ValueError, r"rank 1 was given ranks=\[1.0, 0.5\], and rank 0 ranks=None"), raised
 
 
-@on_ranks(3)
-def test_a_straggler_of_a_step_is_named_with_the_plan_that_suits_it(rank: int, world: int) -> None:
-    """Which trains to the same weights from the checkpoint of the first."""
-    mesh = init_device_mesh("cpu", (world,))
-    model = build(layers=6)
-    before = dmuon.dedicate_params(model, mesh, costs="flops")
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    raised = raised_by(lambda: dmuon.rebalanced_plan(model, optimizer))
-    assert raised.matches(ValueError, "has taken no step yet"), raised
-    train(model, optimizer, range(1), rank, world)
-    works = before.solution.loads_ns
-
-    def last_step(factor: float) -> mock.PropertyMock:
-        took = works[rank] * 1e-9 * (factor if rank == 2 else 1.0)
-        return mock.PropertyMock(return_value=replace(stats, seconds={"ns": took}))
-
-    stats = optimizer.last_step
-    with mock.patch.object(dmuon.Muon, "last_step", last_step(1.05)):
-        assert dmuon.rebalanced_plan(model, optimizer) is before
-    with mock.patch.object(dmuon.Muon, "last_step", last_step(2.0)), mock.patch.object(stragglers, "_log") as log:
-        after = dmuon.rebalanced_plan(model, optimizer)
-    assert log.warning.called == (rank == 0)
-    assert after.digest != before.digest and after.owners.keys() == before.owners.keys()
-    assert abs(loads(after)[2] / sum(loads(after)) - 1 / 5) < 0.08, "half of what each of the others has"
-    other = build(layers=6)
-    dmuon.dedicate_params(other, mesh, plan=after)
-    set_model_state_dict(other, get_model_state_dict(model))
-    resumed = dmuon.Muon(other, **OPTIONS)
-    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
-    train(model, optimizer, range(1, 3), rank, world)
-    train(other, resumed, range(1, 3), rank, world)
-    assert_equal_weights(full_state(other), full_state(model))
-
-
-@on_ranks(4)
-def test_with_tensor_parallelism_each_rank_is_judged_by_its_own_matrices(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    model = build(layers=6)
-    tensor_parallel(model, mesh["tp"])
-    before = dmuon.dedicate_params(model, mesh["shard"], costs="flops")
-    ranks = dedications(model)[0].runtime.comm.topology.ranks
-    assert len(ranks) == before.world == 4
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    train(model, optimizer, range(1), rank // 2, 2)
-    took = before.solution.loads_ns[ranks.index(rank)] * 1e-9 * (2.0 if rank == 3 else 1.0)
-    slow = mock.PropertyMock(return_value=replace(optimizer.last_step, seconds={"ns": took}))
-    with mock.patch.object(dmuon.Muon, "last_step", slow), mock.patch.object(stragglers, "_log") as log:
-        after = dmuon.rebalanced_plan(model, optimizer)
-    assert [call.args[1] for call in log.warning.call_args_list] == ([3] if rank == 0 else [])
-    assert loads(after)[ranks.index(3)] < 0.7 * loads(before)[ranks.index(3)]
-
-
-def test_speeds_of_ranks_without_work_are_those_of_the_others() -> None:
-    assert stragglers.speeds_of([100, 0, 100, 100], [1.0, 0.0, 2.0, 1.0]) == [1.0, 1.0, 0.5, 1.0]
+def test_the_plan_of_a_step_says_what_to_write_instead() -> None:
+    with pytest.raises(AttributeError, match=r"rebalanced_plan was removed: give dedicate_params ranks=\[speed, …\]"):
+        getattr(dmuon, "rebalanced_plan")  # noqa: B009

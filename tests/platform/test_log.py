@@ -88,29 +88,6 @@ def test_one_rank_says_once_what_is_owned_or_exchanged_and_at_what_cost(rank: in
     )
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_silence_costs_nothing(rank: int, world: int) -> None:
-    """Below WARNING no record is made, at set-up nor in a step."""
-    made: list[str] = []
-    factory = logging.getLogRecordFactory()
-
-    def noted(name: str, *given: Any, **options: Any) -> logging.LogRecord:
-        made.extend([name] if name.startswith("dmuon") else [])
-        return factory(name, *given, **options)
-
-    logging.setLogRecordFactory(noted)
-    try:
-        with heard(logging.WARNING):
-            for way in ("dedicated", "sharded"):
-                model, optimizer = laid(way, world)
-                train(model, optimizer, range(2), rank, world)
-                optimizer.load_state_dict(optimizer.state_dict())
-    finally:
-        logging.setLogRecordFactory(factory)
-    assert made == []
-
-
 def test_messages_of_a_single_process_name_no_rank(caplog: pytest.LogCaptureFixture) -> None:
     assert not dist.is_initialized()
     model = build()

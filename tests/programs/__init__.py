@@ -1,1 +1,1 @@
-"""Programs that tests run, or people: fuzz, faults."""
+"""Programs that tests run, or people: random ones, faults."""

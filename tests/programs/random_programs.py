@@ -2,8 +2,8 @@
 
 A program is a model, a layout and a few passes, drawn from a seed: blocks that hand tensors to later ones through an
 object, that recompute a part of themselves, or that save by hooks of their own; blocks merged, freed or kept; several
-backwards before a step; parameters that come late or thaw; gradients and models in other memory orders; and state that
-goes on in another layout.
+backwards before a step; evaluations, edits, loads and forwards that raise in between; parameters that come late or
+thaw; gradients and models in other memory orders; and state that goes on in another layout.
 
 ``python tests/programs/random_programs.py --programs 2000`` runs them at length. Each must end like its twin: nothing
 silent, nothing that hangs.
@@ -297,9 +297,55 @@ def reordered(laid: Laid, number: int) -> None:
     laid.loss(number).backward()
 
 
-PASSES = {f.__name__: f for f in (once, accumulated, other_order)}
+def clipped(laid: Laid, number: int) -> None:
+    laid.loss(number).backward()
+    dmuon.clip_grad_norm_(laid.inner.parameters(), 0.02)
+
+
+def evaluated_between(laid: Laid, number: int) -> None:
+    """Between a forward and its backward, and a forward whose graph is thrown away before."""
+    laid.loss(number + 1)
+    loss = laid.loss(number)
+    with torch.no_grad():
+        laid.loss(number + 1)
+    loss.backward()
+
+
+def raised_in_forward(laid: Laid, number: int) -> None:
+    """The forward after one that raised is an ordinary one."""
+    handle = laid.inner.blocks[-1].down.register_forward_pre_hook(lambda *_: 1 / 0)  # type: ignore[arg-type]
+    with contextlib.suppress(ZeroDivisionError):
+        laid.loss(number)
+    handle.remove()
+    laid.loss(number).backward()
+
+
+def edited_whole(laid: Laid, number: int) -> None:
+    with _writable(laid), torch.no_grad():
+        laid.inner.blocks[0].up.weight.mul_(1.5)
+    laid.loss(number).backward()
+
+
+def edited_at_rest(laid: Laid, number: int) -> None:
+    with torch.no_grad():
+        laid.inner.blocks[0].down.weight.mul_(0.5)
+    laid.loss(number).backward()
+
+
+def loaded_anew(laid: Laid, number: int) -> None:
+    """What was saved a moment ago changes nothing."""
+    laid.optimizer.load_state_dict(laid.optimizer.state_dict())
+    laid.inner.load_state_dict(laid.inner.state_dict())
+    laid.loss(number).backward()
+
+
+PASSES = {f.__name__: f for f in (once, accumulated, other_order, clipped)}
 DEDICATED_PASSES = {
-    f.__name__: f for f in (thawed, same_graph_twice, two_forwards_first, unsynchronized_first, late_head, reordered)
+    f.__name__: f
+    for f in (
+        *(thawed, same_graph_twice, two_forwards_first, unsynchronized_first, late_head, reordered),
+        *(evaluated_between, raised_in_forward, edited_whole, edited_at_rest, loaded_anew),
+    )
 }
 
 

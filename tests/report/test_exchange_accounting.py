@@ -96,6 +96,7 @@ def test_exchanges_equal_the_formula(
     [
         ("fsdp2-2", "replicated", None),
         ("fsdp2-2", "sharded", torch.float16),
+        ("fsdp2-2", "full_replication", torch.float16),
         ("tp-alone", "sharded", None),
         ("replicate-fsdp", "replicated", None),
         pytest.param("fsdp2-hsdp", "replicated", torch.bfloat16, marks=pytest.mark.slow),
@@ -114,7 +115,7 @@ def test_strategies_send_what_the_formula_says(ranks: RankPool, name: str, strat
         assert 0 < by_all <= SLACK_BYTES, "votes and norms"
         if name == "replicate-fsdp":
             assert found["received"] == 0, "each copy does all by itself"
-        if strategy == "replicated":
+        if strategy != "sharded":
             assert budget["received_after"] == 0, "each rank has the result"
 
 
@@ -133,7 +134,6 @@ def test_memory_in_flight_grows_with_prefetching_and_not_with_the_number_of_roun
 @pytest.mark.parametrize(
     ("layout", "dtype", "before"),
     [
-        ("fsdp2-2", "mixed", 1),  # it begins in fp32
         ("fsdp2-2", torch.float16, 2),
         pytest.param("fsdp2-hsdp", torch.bfloat16, 2, marks=pytest.mark.slow),
         pytest.param("fsdp2-tp", torch.float16, 2, marks=pytest.mark.slow),

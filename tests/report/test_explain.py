@@ -14,8 +14,6 @@ from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS, build, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 
@@ -42,8 +40,8 @@ def test_tensors_that_are_several_matrices_say_which() -> None:
 
 def test_what_is_computed_in_which_dtype_is_told() -> None:
     model = build()
-    text = dmuon.explain(model, dmuon.Muon(model, ns_dtype="mixed", **OPTIONS))
-    assert "Newton-Schulz: classic, 2 steps in torch.float32, 3 steps in torch.bfloat16\n" in text
+    text = dmuon.explain(model, dmuon.Muon(model, ns_dtype=torch.bfloat16, **OPTIONS))
+    assert "Newton-Schulz: classic, 5 steps in torch.bfloat16\n" in text
     model = build()
     assert "Newton-Schulz: you, 4 steps in torch.float32" in dmuon.explain(
         model, dmuon.Muon(model, **{**OPTIONS, "ns_coefficients": "you", "ns_steps": 4})
@@ -95,7 +93,7 @@ def test_an_owner_that_dominates_is_told(rank: int, world: int, dedicated: bool)
         )
     )
     text = dmuon.explain(model, optimizer)
-    assert ("times the mean load" in text and "1 matrices of this rank have fewer" in text) or rank == 0
+    assert "times the mean load" in text or rank == 0
 
 
 class Fused(nn.Module):
@@ -147,38 +145,6 @@ def test_what_looks_fused_and_is_taken_whole_is_told(rank: int, world: int, way:
             [line] = told
             assert "'0.qkv.weight'" in line and "'0.wi.weight'" in line
             assert "and 1 more" in line and "square" not in line and "down" not in line
-
-
-@on_ranks(2)
-def test_plain_matrices_beside_tensor_parallelism_are_told(rank: int, world: int) -> None:
-    """Every tensor-parallel rank orthogonalizes ``mix``; what is parallel has one owner."""
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for everything in (False, True):
-        model = build()
-        for block in model.blocks:
-            also = {"mix": ColwiseParallel(output_layouts=Replicate())} if everything else {}
-            parallelize_module(block, mesh["tp"], plan | also)
-        dmuon.dedicate_params(model, mesh["dp"], costs="flops")
-        text = dmuon.explain(model, dmuon.Muon(model, **OPTIONS))
-        told = [line for line in text.splitlines() if "all do the same work" in line]
-        assert bool(told) != everything
-        if told:
-            assert all(f"blocks.{i}.mix.weight" in told[0] for i in range(3)) and "up" not in told[0].split(":")[0]
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_matrices_on_a_part_of_the_mesh_are_told(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = build()
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    text = dmuon.explain(model, dmuon.Muon(model, **OPTIONS))
-    [line] = [line for line in text.splitlines() if "all do the same work" in line]
-    assert "'blocks.0.mix.weight', 'blocks.1.mix.weight', 'blocks.2.mix.weight': " in line
 
 
 def test_an_optimizer_that_will_be_laid_out_anew_says_so() -> None:

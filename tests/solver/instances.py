@@ -83,7 +83,7 @@ def exact_makespan(matrices: Sequence[Matrix], ranks: int | Sequence[Rank], cost
             return math.inf
         if rank.memory is not None and sum(n * state[key] for key, n in held) > rank.memory:
             return math.inf
-        return sum(
+        return rank.start_ns + sum(
             math.ceil(costs.cost((min(rows, cols), max(rows, cols)), n) / rank.speed) for (rows, cols, _), n in held
         )
 
@@ -126,7 +126,7 @@ def problems(draw: st.DrawFn) -> Case:
 
 @st.composite
 def unequal_ranks(draw: st.DrawFn, matrices: Sequence[Matrix]) -> list[Rank]:
-    """Two to four ranks that may differ in speed, memory and pools."""
+    """Two to four ranks that may differ in speed, memory, pools and work that they have before."""
     smallest, total = min(m.state_bytes for m in matrices), sum(m.state_bytes for m in matrices)
     pools = sorted({m.pool for m in matrices})
     return [
@@ -135,6 +135,7 @@ def unequal_ranks(draw: st.DrawFn, matrices: Sequence[Matrix]) -> list[Rank]:
             speed=draw(st.sampled_from([1.0, 1.0, 0.5, 2.0])),
             memory=draw(st.one_of(st.none(), st.integers(smallest, total))),
             pools=draw(st.one_of(st.none(), st.frozensets(st.sampled_from(pools)))),
+            start_ns=draw(st.sampled_from([0, 0, 100, 1500])),
         )
         for index in range(draw(st.integers(2, 4)))
     ]

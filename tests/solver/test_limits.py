@@ -53,8 +53,10 @@ EXPERT_RANKS = [Rank(i, pools=frozenset({"", "experts"} if i < 2 else {""})) for
         (make_matrices([9]), [Rank(0, memory=STATE), Rank(1), Rank(2, memory=2 * STATE)], (1, 6, 2), 60),
         (*staged(12, 2), (3, 3, 3, 3), 30),  # problems of their own
         ([*EXPERTS, *make_matrices([6])], EXPERT_RANKS, (3, 3, 3, 3), 30),  # pools that share ranks
+        (make_matrices([2]), [Rank(i, start_ns=10 * (i % 2)) for i in range(4)], (1, 0, 1, 0), 10),
+        (make_matrices([5]), [Rank(0, start_ns=60), Rank(1, start_ns=20), Rank(2)], (0, 2, 3), 60),
     ],
-    ids=["a slow rank gets less", "memory moves work to ranks that have it", "pools", "shared pools"],
+    ids=["a slow rank gets less", "memory moves work", "pools", "shared pools", "who has none", "who has less"],
 )
 def test_work_goes_where_the_ranks_can_take_it(
     matrices: list[Matrix], ranks: list[Rank], held: tuple[int, ...], makespan: int
@@ -64,6 +66,7 @@ def test_work_goes_where_the_ranks_can_take_it(
     assert result.rank_matrices == held
     assert result.loads_ns == tuple(10 * n / rank.speed for n, rank in zip(held, ranks, strict=True))
     assert (result.makespan_ns, result.gap) == (makespan, 0.0)
+    assert result.ends_ns == tuple(load + rank.start_ns for load, rank in zip(result.loads_ns, ranks, strict=True))
 
 
 @pytest.mark.parametrize(

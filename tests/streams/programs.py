@@ -461,6 +461,7 @@ PROGRAMS: dict[str, Program] = {
     "fsdp exchanged half": Program("fsdp2-2", f"{T} {T}", ns_dtype=torch.float16),
     "fsdp replicated": Program("fsdp2-2", f"{T} {T}", strategy="replicated"),
     "fsdp rows": Program("fsdp2-2", f"{T} {T}", second_moment="row"),
+    "fsdp full_replication": Program("fsdp2-2", f"{T} {T}", ns_dtype=torch.float16, strategy="full_replication"),
     "fsdp sharded": Program("fsdp2-2", f"{T} {T}", strategy="sharded"),
     "hsdp sharded": Program("fsdp2-hsdp", f"{T} {T}", ns_dtype=torch.float16, strategy="sharded"),
     "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),

@@ -7,16 +7,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import build
 
 import dmuon
-from dmuon.dedicated.buffer import OwnedBuffer, Publications
-from dmuon.dedicated.dedication import Dedicated
+from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.gradients import GradReduction
-from dmuon.dedicated.runtime import Runtime
 from streams import clock
 from streams.collectives import Collectives
 from streams.observer import Observer
@@ -79,53 +76,3 @@ def test_a_reduction_is_awaited_without_those_behind_it(ranks: RankPool, outstan
     """Otherwise ``outstanding_reductions`` would buy no overlap of the first stage."""
     for found in ranks(4, awaited_reductions, outstanding):
         assert found and all(ended == queued for queued, ended in found)
-
-
-def fills_in_steps(_rank: int, _world: int, streams: bool) -> list[bool]:
-    """Of each fill that a step starts, whether this rank has updates of its own to compute yet."""
-    found: list[bool] = []
-    inside = 0
-
-    def stepping(original: Wrapped) -> Wrapped:
-        def call(self: Any, *args: Any) -> Any:
-            nonlocal inside
-            inside += 1
-            try:
-                return original(self, *args)
-            finally:
-                inside -= 1
-
-        return call
-
-    def filling(original: Wrapped) -> Wrapped:
-        def fill(self: OwnedBuffer, generation: int) -> None:
-            if inside:
-                runtime = next(matrix.rest.keeper for matrix in self.matrices)
-                assert isinstance(runtime, Runtime)
-                found.append(runtime.publications.awaited)
-            original(self, generation)
-
-        return fill
-
-    with ExitStack() as stack:
-        for kind, name in ((Dedicated, "begin_update"), (Publications, "updated"), (Dedicated, "end_update")):
-            _wrap(stack, kind, name, stepping)
-        _wrap(stack, OwnedBuffer, "start_fill", filling)
-        if streams:
-            observer = Observer()
-            _train("1d-two-lines", stack, observer, Collectives(observer), prefetch=4)
-        else:
-            laid = lay("1d-two-lines", build(layers=4), comm=dmuon.CommOptions(prefetch=4))
-            optimizer = laid.optimizer()
-            laid.backward(0)
-            optimizer.step()
-    dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
-def test_fills_of_a_step_take_no_units_from_updates_on_an_accelerator(ranks: RankPool, streams: bool) -> None:
-    """There a collective occupies some until the last rank has come. On the CPU it costs nothing to be early."""
-    results = ranks(2, fills_in_steps, streams)
-    assert all(results), "a step fills what is prefetched"
-    assert any(any(found) for found in results) == (not streams)

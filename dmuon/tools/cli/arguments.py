@@ -109,12 +109,11 @@ def subset(names: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-def require_target(flag: str, path: Path, suffix: str = "") -> None:
+def require_target(flag: str, path: Path) -> None:
     """Refuse a path that no file can be written to, before minutes are spent on what it is to hold.
 
     Raises:
-        BadArgument: it is a folder or another thing that is no file, it lies in no folder, or its name does not end
-            in ``suffix``.
+        BadArgument: it is a folder or another thing that is no file, or it lies in no folder.
     """
     if path.is_dir():
         raise BadArgument(f"{flag} {path}: is a folder; name a file in it")
@@ -124,5 +123,3 @@ def require_target(flag: str, path: Path, suffix: str = "") -> None:
         check_target(path)
     except OSError as error:
         raise BadArgument(f"{flag} {path}: {error.strerror}") from error
-    if suffix and path.suffix.lower() != suffix:
-        raise BadArgument(f"{flag} {path}: what is written is a {suffix[1:].upper()}; let the name end in {suffix}")

@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -16,20 +16,7 @@ from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
 from dmuon.planning.cost_lookup import fastest_variants
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
-from dmuon.platform.files import save_png
-from dmuon.solver import (
-    BASELINES,
-    CostTable,
-    Infeasible,
-    Matrix,
-    Method,
-    Plan,
-    Rank,
-    Shape,
-    SolveOptions,
-    baseline,
-    plan,
-)
+from dmuon.solver import CostTable, Matrix, Method, Plan, Rank, Shape, SolveOptions, plan
 from dmuon.tools.cli.arguments import (
     BadArgument,
     Parser,
@@ -40,18 +27,14 @@ from dmuon.tools.cli.arguments import (
     removed,
     require_target,
     seconds,
-    subset,
 )
-from dmuon.tools.cli.figures import draw_plan
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, hardware
 from dmuon.tools.simulation.prediction import meshes, recommend, report
 from dmuon.tools.simulation.scenario import EFFICIENCY, Scenario, Workload
-from dmuon.tools.simulation.step import step_s
 from dmuon.tools.simulation.wave_model import describe, wave_costs
 
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"
-_COMPARE = (*BASELINES, "milp")
 _STAGE = "plan one stage: a config.json of its layers, and --world of its ranks"
 _REMOVED = {  # and what to write instead
     "--backend": "the CBC that PuLP brings is the only solver, so leave it out",
@@ -60,6 +43,9 @@ _REMOVED = {  # and what to write instead
     "--pp": _STAGE,
     "--micro-batches": _STAGE,
     "--target": "try other --tokens, --replicate or --set, or --recommend",
+    "--compare": "write --verbose, which says what is proven; bench/planner_gaps.py compares plans with others",
+    "--owners": "write --json PATH, where each matrix has its owner",
+    "--png": "write --verbose, which has the load of each rank",
 }
 _UNPREDICTED = (
     "no step time is predicted: the costs are another device's than any preset; pass --device to combine them"
@@ -104,9 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    for flag, path, suffix in (("--json", arguments.json, ""), ("--png", arguments.png, ".png")):
-        if path is not None:
-            require_target(flag, path, suffix)
+    if arguments.json is not None:
+        require_target("--json", arguments.json)
     question = _question(arguments)
     started = time.perf_counter()
     result = question.solve(question.options)
@@ -128,15 +113,8 @@ def _run(arguments: argparse.Namespace) -> int:
             _memory(question, result),
             f"planned in {seconds:.2f} s",
         ]
-    if arguments.owners:
-        lines += ["", *_owners(result)]
-    if arguments.compare:
-        lines += ["", _compare(question, result, arguments.compare)]
     # Before anything is written: a full disk must not cost the report.
     print(fitted("\n".join(lines).strip("\n")), flush=True)
-    if arguments.png is not None:
-        save_png(draw_plan(result, f"{arguments.model} over {question.topology.world} ranks"), arguments.png)
-        print(f"wrote {arguments.png}")
     if arguments.json is not None:
         OwnerPlan.from_solution(result, question.costs).save(arguments.json)
         print(f"wrote {arguments.json}")
@@ -194,12 +172,9 @@ def _parser() -> Parser:
     out = parser.add_argument_group("output")
     out.add_argument("--recommend", action="store_true", help="also try other meshes, and compare all")
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")
-    out.add_argument("--png", type=Path, metavar="PATH", help="draw loads per rank and the spread of the blocks")
-    out.add_argument("--owners", action="store_true", help="list the owner of every matrix")
-    out.add_argument("--compare", type=subset(_COMPARE), default=(), metavar="LIST", help=f"of {','.join(_COMPARE)}")
     out.add_argument("--verbose", action="store_true", help="the solver's report too: loads, proof, batches, memory")
     for flag, instead in _REMOVED.items():
-        parser.add_argument(flag, type=removed(instead), help=argparse.SUPPRESS)
+        parser.add_argument(flag, nargs="?", const="", type=removed(instead), help=argparse.SUPPRESS)
     return parser
 
 
@@ -302,36 +277,6 @@ def _memory(question: _Question, result: Plan) -> str:
         f"the largest owner keeps {most / 2**30:.2f} GiB of fp32 masters and momentum, "
         f"{most / device.memory:.1%} of an {device.name}"
     )
-
-
-def _owners(result: Plan) -> list[str]:
-    """A row per matrix."""
-    width = max(len(m.name) for m in result.matrices)
-    rows = [f"{m.name:<{width}}  {f'{m.rows}x{m.cols}':>13}  {result.owners[m.name]:>6}" for m in result.matrices]
-    return [f"{'matrix':<{width}}  {'shape':>13}  {'owner':>6}", *rows]
-
-
-def _compare(question: _Question, result: Plan, names: Sequence[str]) -> str:
-    """A row per way to assign: makespan, how many times this plan's that is, and the predicted step."""
-    header = f"{'':<12} {'makespan':>15} {'of this':>8} {'gap':>7} {'max/mean':>9}"
-    lines = [header + (f" {'step':>12}" if question.workload else "")]
-    for name in (*names, "this plan"):
-        try:
-            if name == "this plan":
-                other = result
-            elif name == "milp":
-                other = question.solve(replace(question.options, method="milp"))
-            else:
-                other = baseline(name, question.matrices, question.ranks, question.costs.table, result.bound_ns)
-        except Infeasible:
-            lines.append(f"{name:<12} breaks the limits on memory")
-            continue
-        line = f"{name:<12} {other.makespan_ns / 1e6:>12.3f} ms {other.makespan_ns / result.makespan_ns:>8.2f} "
-        line += f"{other.gap:>7.2%} {other.makespan_ns * other.world / max(1, sum(other.loads_ns)):>9.2f}"
-        if question.workload is not None:
-            line += f" {1e3 * step_s('dedicated', question.scenario(other)):>9.2f} ms"
-        lines.append(line)
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ _SMALL, _LARGE = 2, 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class Product:
     """``(rows, inner) · (inner, columns)`` with so many addends; of a symmetric result perhaps the lower tiles only."""
 
     rows: int
@@ -78,7 +78,7 @@ class _Recorder(Arithmetic):
     """Notes the products of an iteration, and how many other kernels it launches, instead of computing."""
 
     halves: bool = False
-    products: list[_Product] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
     others: list[None] = field(default_factory=list)
 
     def product(self, a: Tensor, b: Tensor, c: Tensor | None = None, **_: Any) -> Tensor:
@@ -97,7 +97,7 @@ class _Recorder(Arithmetic):
 
     def _noted(self, a: Tensor, b: Tensor, addends: int = 0, halves: bool = False) -> Tensor:
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
-        self.products.append(_Product(rows, inner, columns, addends, halves))
+        self.products.append(Product(rows, inner, columns, addends, halves))
         return a.new_empty(rows, columns)
 
     def round_(self, x: Tensor) -> Tensor:
@@ -156,11 +156,11 @@ def _update_ns(device: Device, shape: Shape, k: int, sequence: Polynomial, dtype
     passes = k * (shape[0] * shape[1] * UPDATE_BYTES + copied) / device.memory_bandwidth
     copies = sum(bool(p.addends and not p.halves) for p in products)
     launches = len(products) + copies + len(_PASSES) + _NORM_LAUNCHES + len(recorder.others)
-    work = sum(_product_s(device, product, k) for product in products)
+    work = sum(product_s(device, product, k) for product in products)
     return max(1, math.ceil((work + passes + launches * device.launch_s) * 1e9))
 
 
-def _product_s(device: Device, product: _Product, k: int) -> float:
+def product_s(device: Device, product: Product, k: int) -> float:
     """Seconds of one product of a batch of ``k``, without its launch."""
     waves = math.ceil(k * product.tiles / device.sms)
     rate = device.peak_flops * device.matmul_efficiency * (_HALVES_RATE if product.halves else 1)

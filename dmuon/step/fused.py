@@ -1,0 +1,104 @@
+"""Matrices whose owners orthogonalize them before FSDP2 next unshards them: strategy ``"fused"``, FSDP-fused elsewhere.
+
+``step()`` folds gradients into momentum, notes learning rates, and starts the gathers to the owners. Before FSDP2 next
+gathers the parameters of a block, for whatever reason, all updates up to the last one of that block are computed, sent
+back and applied, in the order of the model, which is the same on all ranks. So do state dicts of optimizer and model,
+``flush()`` and the next ``step()`` with all that is left. Whoever reads weights in between sees old ones.
+
+Momentum is not folded in backward, as the article that names this way has it: clipping, scaling and accumulation come
+after that, and so does the vote of the ranks.
+
+Communication: that of owners, rank-conditional elsewhere; gathers may be under way until the next forward, and keep
+what they send and get until then.
+
+Break-even: it gains what ``step()`` would wait for gathers, which data loading, AdamW and the first layers then hide.
+A block has few matrices, and batches are those of owners: with all of a batch its first block waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from dmuon.platform.torch_private import before_unshard, unshards_as_usual
+from dmuon.step.rounds import ExchangedRound, Step, WholeNorms, join_norms
+
+
+class FusedRound(ExchangedRound):
+    """Batches of owners whose updates wait."""
+
+
+class Deferred:
+    """Rounds whose updates wait until FSDP2 unshards what they are of, or until somebody asks for all.
+
+    Args:
+        rounds: in the order in which they run, whichever is asked for.
+        blocks: by ``id`` of the parameter, what FSDP2 unshards it with, and a module of that.
+        names: of parameters, by ``id``.
+
+    Raises:
+        ValueError: FSDP2 unshards one with nothing.
+    """
+
+    def __init__(
+        self, rounds: Sequence[FusedRound], blocks: Mapping[int, tuple[Any, nn.Module]], names: Mapping[int, str]
+    ) -> None:
+        self._rounds = rounds
+        self._waiting: dict[int, Iterator[bool]] = {}  # by number of the round
+        self._last: dict[int, tuple[Any, int]] = {}  # a block, and the last round that it waits for
+        modules: dict[int, nn.Module] = {}
+        for number, round_ in enumerate(rounds):
+            for param in (param for batch in round_.batches for param in batch.params):
+                if id(param) not in blocks:
+                    raise ValueError(
+                        f"strategy='fused' for {names[id(param)]!r}, which no fully_shard unshards: use 'owner', or "
+                        "torch's fully_shard (FSDP2)"
+                    )
+                block, module = blocks[id(param)]
+                self._last[id(block)] = block, number
+                modules[id(module)] = module
+        for module in modules.values():
+            hooks: list[Any] = [module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook]
+            for register in hooks:
+                weakref.finalize(self, register(partial(_finish, weakref.ref(self))).remove)
+
+    def begin(self, step: Step) -> None:
+        """Fold gradients into momentum, and send that to the owners. Collective."""
+        norms: list[WholeNorms] = []
+        for round_ in self._rounds:
+            if (of_round := round_.fold(step)) is not None:
+                norms.append(of_round)
+        if norms:
+            join_norms(norms)
+        for number, round_ in enumerate(self._rounds):
+            stages = round_.run(step)
+            if next(stages, None) is not None:
+                self._waiting[number] = stages
+        for block, last in self._last.values() if self._waiting else ():
+            before_unshard(block, partial(self.finish, last))
+
+    def finish(self, last: int | None = None) -> None:
+        """Apply what waits, up to the round of number ``last``. Collective if anything does."""
+        due = [number for number in self._waiting if last is None or number <= last]
+        if not due:
+            return
+        device = self._rounds[0].batches[0].device.type
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+            started = [self._waiting.pop(number) for number in due]
+            for stages in started:
+                next(stages)
+            for stages in started:
+                for _ in stages:
+                    pass
+        for block, _ in () if self._waiting else self._last.values():
+            unshards_as_usual(block)
+
+
+def _finish(deferred: weakref.ref[Deferred], *_: object) -> None:
+    if (waiting := deferred()) is not None:
+        waiting.finish()

@@ -138,7 +138,7 @@ def explain(runs: Sequence[Run], parameters: int, tokens: int) -> str:
         f"A step with dmuon takes {here} against AdamW's here, since {parameters / 1e6:.1f} M parameters see only "
         f"{tokens:,} tokens a step, on cores that also carry the messages; the share falls as tokens grow. "
         f"Predicted for Llama-3-8B on 64 H200: {predicted['overhead']:+.1%} ± {rows['error']:.1%} "
-        "(dmuon-plan llama-3-8b.json --world 64 --device h200 --recommend)."
+        "(dmuon-plan examples/models/llama-3-8b.json --world 64 --tokens 8192 --recommend)."
     )
     return textwrap.fill(text.replace("%", " %"), 98)
 

@@ -6,6 +6,7 @@ other.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -36,6 +38,8 @@ _EXIT_SECONDS = 2.0
 _LEAVE_SECONDS = 0.5
 _SECONDS = 30.0  # of waiting, before it is told
 _POLL_SECONDS = 5.0
+_OURS = Path(__file__).parents[1]
+_TORCH = Path(torch.__file__).parent
 _REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
 _OPTIONS_REMEDY = (
     "give every rank's optimizer the same options (a scheduler that goes by a rank's own loss does not), and freeze "
@@ -179,11 +183,37 @@ def end_wait(wait: Wait) -> None:
     _waits.discard(wait)
 
 
+def _of_torch() -> str | None:
+    """The collective of FSDP2 or of a checkpoint in which the main thread stands.
+
+    One that the program calls itself, such as a barrier, may take as long as it likes.
+    """
+    inner = frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or not Path(frame.f_code.co_filename).is_relative_to(_TORCH / "distributed"):
+        return None
+    name = frame.f_code.co_name
+    while frame.f_back and any(map(Path(frame.f_code.co_filename).is_relative_to, (_TORCH, _OURS))):
+        inner, frame = frame, frame.f_back
+    if inner is None or Path(inner.f_code.co_filename).name in ("c10d_logger.py", "distributed_c10d.py"):
+        return None
+    return f"{name}() of torch.distributed, for {Path(frame.f_code.co_filename).name}:{frame.f_lineno},"
+
+
 def _watch() -> None:
     marked: set[Wait] = set()
+    clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+    used, of_torch = time.clock_gettime(clock), None
     while True:
         time.sleep(_POLL_SECONDS)
         with suppress(Exception):  # of a store whose host is gone, or of a default group that is
+            # A thread that has waited all the time has computed nothing.
+            before, used = used, time.clock_gettime(clock)
+            what = _of_torch() if used - before < 0.02 * _POLL_SECONDS and not _waits - {of_torch} else None
+            if of_torch is not None and of_torch.what != what:
+                end_wait(of_torch)
+                of_torch = None
+            if of_torch is None and what is not None:
+                of_torch = begin_wait(what, what, range(dist.get_world_size()))
             for over in marked - _waits:
                 marked.discard(over)
                 default_store().delete_key(f"{over.key} {dist.get_rank()}")

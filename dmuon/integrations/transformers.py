@@ -41,6 +41,7 @@ class DedicatedTrainerMixin:
                 "dmuon.fully_shard(model, mesh=mesh) after dedicate_params to shard what dmuon does not own"
             )
         self.model.register_load_state_dict_pre_hook(_cut)
+        self.model._is_fsdp_managed_module = True  # so that generate() and dropped layers keep ranks in step
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """``dedicate_params`` has done it."""

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning by TRL on two ranks, under DDP and on a dedicated model, against one process."""
+"""TRL's trainers on two ranks, under DDP and dedicated: against one process, or each other where they sample."""
 
 from __future__ import annotations
 
@@ -29,12 +29,8 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="w0", eos_token="w1", unk_token="w0")
 
 
-def trained(kind: Any, model: Any, folder: Path, world: int) -> Any:
-    import datasets
-    import trl
-
-    text = [" ".join(f"w{int(token)}" for token in sample["input_ids"]) for sample in samples()]
-    settings = trl.SFTConfig(
+def settings_of(config: Any, folder: Path, world: int, **options: Any) -> Any:
+    return config(
         str(folder),
         per_device_train_batch_size=4 // world,
         max_steps=3,
@@ -45,37 +41,68 @@ def trained(kind: Any, model: Any, folder: Path, world: int) -> Any:
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        max_length=16,
+        **options,
     )
-    trainer = kind(
-        model=model,
-        args=settings,
-        train_dataset=datasets.Dataset.from_dict({"text": text}),
-        processing_class=tokenizer(),
-        optimizer_cls_and_kwargs=(lambda: dmuon.Muon, OPTIONS),
-    )
-    trainer.train()
-    return trainer
 
 
-@pytest.mark.parametrize("dedicated", [False, True])
-@on_ranks(2, timeout=180.0)
-def test_fine_tuning_equals_one_process(rank: int, world: int, dedicated: bool) -> None:
+def trained(method: str, dedicated: bool, model: Any, folder: Path, world: int) -> Any:
+    """As docs/i-use.md says it, on 48 lines of words; DPO prefers the line before, and GRPO short answers."""
+    import datasets
     import trl
 
     from dmuon.integrations.transformers import DedicatedTrainerMixin
 
-    class DedicatedSFTTrainer(DedicatedTrainerMixin, trl.SFTTrainer):
-        pass
+    text = [" ".join(f"w{int(token)}" for token in sample["input_ids"]) for sample in samples()]
+    kind, options, data = {
+        "SFT": (trl.SFTTrainer, {}, {"text": text}),
+        "DPO": (trl.DPOTrainer, {}, {"prompt": text, "chosen": text[1:] + text[:1], "rejected": text}),
+        "GRPO": (trl.GRPOTrainer, {"reward_funcs": _shorter}, {"prompt": text}),
+    }[method]
+    lengths: dict[str, Any] = {"max_length": 32}
+    if method == "DPO":
+        options["ref_model"] = build()
+    if method == "GRPO":  # of three tokens two end an answer, so that ranks sample for more or fewer steps
+        lengths = {
+            "max_completion_length": 6,
+            "num_generations": 2,
+            "generation_kwargs": {"eos_token_id": [*range(21)]},
+        }
+    if dedicated:
+        kind = type("Dedicated", (DedicatedTrainerMixin, kind), {})
+    trainer = kind(
+        model=model,
+        args=settings_of(getattr(trl, f"{method}Config"), folder, world, **lengths),
+        train_dataset=datasets.Dataset.from_dict(data),
+        processing_class=tokenizer(),
+        **options,
+    )
+    trainer.optimizer_cls_and_kwargs = (lambda: dmuon.Muon, OPTIONS)
+    trainer.train()
+    return trainer
 
+
+def _shorter(completions: list[str], **_: Any) -> list[float]:
+    return [-float(len(set(completion.split()))) for completion in completions]
+
+
+@pytest.mark.parametrize("method", ["SFT", "DPO", "GRPO"])
+@on_ranks(2, timeout=180.0)
+def test_training_equals_one_process_and_dedication_that_under_ddp(rank: int, world: int, method: str) -> None:
     torch.manual_seed(0)
     with shared_folder() as folder:
-        with launched(rank, 1):
-            expected = weights_of(trained(trl.SFTTrainer, build(), folder / str(rank), 1).model)
+        expected = None
+        if method != "GRPO":  # which samples answers, other ones on each rank
+            with launched(rank, 1):
+                expected = weights_of(trained(method, False, build(), folder / str(rank), 1).model)
         with launched(rank, world):
+            under_ddp = weights_of(trained(method, False, build(), folder, world).model)
             model = build()
-            if dedicated:
-                dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
-            trainer = trained(DedicatedSFTTrainer if dedicated else trl.SFTTrainer, model, folder, world)
-            assert_equal_weights(weights_of(trainer.model), expected)
+            before = weights_of(model)
+            dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+            trainer = trained(method, True, model, folder, world)
+            dedicated = weights_of(trainer.model)
+            name = "model.layers.0.mlp.up_proj.weight"
+            assert not torch.equal(before[name], dedicated[name])
+            for found in (under_ddp, dedicated):
+                assert_equal_weights(found, expected or under_ddp)
             assert over_ranks(optimizer_of(trainer).last_step.ns_matrices) == MATRICES["llama"]

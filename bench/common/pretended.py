@@ -84,8 +84,8 @@ def _said_by(rank: int, item: Any) -> Any:
     if item == gethostname():
         return f"host {rank // PER_HOST}"
     if isinstance(item, tuple):
-        if len(item) == 2 and item[0] == gethostname() and item[1] == [0]:
-            return _said_by(rank, item[0]), [rank]  # a seat without tensor parallelism
+        if len(item) == 3 and item[0] == gethostname() and item[1] == [0]:
+            return _said_by(rank, item[0]), [rank], item[2]  # a seat without tensor parallelism
         return tuple(_said_by(rank, part) for part in item)
     return item
 

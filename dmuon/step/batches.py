@@ -361,5 +361,5 @@ def _batch(
 def _zeros(shape: Sequence[int], like: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
     """Of the host's memory, what a device of ``like`` reads and writes while the host goes on."""
     dtype, device = dtype or torch.promote_types(like.dtype, torch.float32), device or like.device
-    pinned = device.type == "cpu" and streams_of(like.device) is not None
+    pinned = device.type == "cpu" != like.device.type and streams_of(like.device) is not None
     return torch.zeros(tuple(shape), dtype=dtype, device=device, pin_memory=pinned)

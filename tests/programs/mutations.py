@@ -56,13 +56,10 @@ FAULTS = {
         "scale_of_the_update_dropped": "torch._foreach_add_(params, updates, alpha=-lr« * scale→»)",
     },
     "tests/solver/test_heuristics.py tests/solver/test_planner.py": {
-        "greedy_forgets_loads": "load[rank], owned[rank] = «finish→load[rank]», owned[rank] + nbytes",
+        "greedy_forgets_loads": "load[rank], owned[rank] = «finish→load[rank]», owned[rank] + rows * columns",
     },
     f"tests/solver/test_planner.py {LIMITS}": {
         "bound_too_high": "return needed * «_SLACK→1.2» <= float(self.power @ (capacity - self.problem.starts))",
-    },
-    LIMITS: {
-        "limits_of_memory_ignored": "np.«minimum→maximum»(by_time, self.memory // self.state_bytes[:, None])",
     },
     "tests/solver/test_costs.py": {
         "transfer_counts_once_a_batch": "{k: cost + «k * →»extra for k, cost in costs[shape].items()}",

@@ -51,7 +51,8 @@ class MatrixSpec:
                 raise TypeError(f"MatrixSpec.parts must be a tuple of integers, got {value!r}")
         for name, value in (("repeats", self.repeats), *(("parts", n) for n in self.parts)):
             _check_positive(name, value)
-        for heads in self._heads():
+        heads_of_parts = self._heads()
+        for heads in heads_of_parts:
             _check_positive("num_heads", heads)
         for name in ("transposed", "flattened"):
             if not isinstance(getattr(self, name), bool):
@@ -62,7 +63,7 @@ class MatrixSpec:
             raise ValueError(f"MatrixSpec.repeats={self.repeats} says how often parts come; give the parts too")
         if isinstance(self.num_heads, tuple) and len(self.num_heads) != max(1, len(self.parts)):
             raise ValueError(f"MatrixSpec.num_heads={self.num_heads} must have a number for each of {self.parts}")
-        for length, heads in zip(self.parts, self._heads(), strict=False):
+        for length, heads in zip(self.parts, heads_of_parts, strict=False):
             if length * self.repeats % heads:
                 raise ValueError(
                     f"MatrixSpec: a part of {length * self.repeats} rows cannot be cut into num_heads={heads}"

@@ -127,7 +127,7 @@ class Plan:
         estimated = f"estimated for {len(self.estimated)} of {len({m.shape for m in self.matrices})} shapes"
         before = f" with what was planned before, up to {_ms(max(self.starts_ns))}" if self.starts_ns else ""
         lines = [
-            f"{len(self.matrices)} matrices in {len(balance)} blocks over {self.world} ranks",
+            f"{len(self.matrices)} matrices in {len(balance)} block{'s' * (len(balance) > 1)} over {self.world} ranks",
             f"makespan  {_ms(self.makespan_ns)}{before}",
             f"bound     {_ms(self.bound_ns)}  (gap {self.gap:.2%})",
             f"stage     {self.stage}: {self.reason}",

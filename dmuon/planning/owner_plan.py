@@ -117,15 +117,19 @@ class OwnerPlan:
         )
 
     def report(self) -> str:
-        """Origin, source of the costs, batch sizes, makespan, proven bound, gap, and a bar per rank."""
+        """Origin, source of the costs, batch sizes, and what the slowest rank is predicted to take, with its bound."""
         batches = "; ".join(
             f"{shape[0]}x{shape[1]} by {size}" + (f" ({variants[max(variants)]})" if variants else "")
             for shape, size in sorted(self.chunks.items())
             for variants in [self.variants.get(shape, {})]
         )
+        planned = self.solution
+        before = " with what was planned before" if planned.starts_ns else ""
         return (
             f"plan: {self.origin}, digest with batches {self.digest}\n"
-            f"costs: {self.cost_source}\nbatches: {batches}\n{self.solution.report()}"
+            f"costs: {self.cost_source}\nbatches: {batches}\n"
+            f"slowest rank: {planned.makespan_ns / 1e6:.3f} ms{before}; no plan can be below "
+            f"{planned.bound_ns / 1e6:.3f} ms (gap {planned.gap:.2%})"
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -277,7 +277,7 @@ def _lies(batch: Batch, *, whole: bool) -> str:
         if not isinstance(batch.params[0], DTensor):
             placed = "replicated" if batch.parcel.spread.copies == len(holders) else f"sharded {placed}"
         return f"{placed} on ranks {_ranks([batch.domain.ranks[holder] for holder in holders])}"
-    return f"{placed}, whole here"
+    return "not sharded" if placed == "plain" else f"{placed}, no matrix is split"
 
 
 def _placed(param: Tensor) -> str:

@@ -148,7 +148,7 @@ class Spread:
         return tuple(sorted(map(tuple, alike.values())))
 
     def copy_with(self, holder: Position) -> dict[Position, Piece]:
-        """The pieces of the copy that ``holder`` has part in, by first index."""
+        """The pieces of the copy that ``holder`` has part in."""
         return self._copies[self._copy_of[holder]]
 
     def holders_with(self, holder: Position) -> list[Position]:
@@ -165,9 +165,9 @@ class Spread:
 
     @cached_property
     def _copies(self) -> dict[int, dict[Position, Piece]]:
-        """By number, the pieces of each copy that are not empty, by first index."""
+        """By number, the pieces of each copy that are not empty."""
         copies: dict[int, dict[Position, Piece]] = {copy: {} for copy in self.layout.replicas}
-        for holder, piece in sorted(self.parts.items(), key=lambda item: [runs[0][0] for runs in item[1].runs]):
+        for holder, piece in self.parts.items():
             copies[self._copy_of[holder]][holder] = piece
         return copies
 
@@ -227,7 +227,7 @@ class Parcel:
 
     @cached_property
     def to_owner(self) -> Route:
-        """Before Newton–Schulz: the owner gets its own copy, from those that share it, by first index."""
+        """Before Newton–Schulz: the owner gets its own copy, from those that share it."""
         senders = self.spread.copy_with(self.owner)
         return self._route(senders, {self.owner: Piece.whole(self.layout.shape)})
 

@@ -197,7 +197,7 @@ def laid(whole: Tensor, piece: Any, mesh: DeviceMesh, placements: Sequence[Place
 
 @pytest.mark.pitfall("P04", "P14", "P26", "P79")
 @pytest.mark.parametrize(("world", "count"), [(2, 8), (3, 8), (4, 8), pytest.param(4, 80, marks=pytest.mark.slow)])
-@on_ranks()
+@on_ranks(timeout=180.0)
 def test_random_layouts_train_as_one_process(rank: int, world: int, count: int) -> None:
     for case in range(count):
         trained_as_one_process(rank, world, 100 * world + case)

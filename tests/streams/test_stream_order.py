@@ -48,6 +48,7 @@ ASKS_FOR_THE_CPU = {
     "storage_dtype": COMPUTES,
     "_fused": COMPUTES,
     "_fused_fold": COMPUTES,
+    "_zeros": "which memory a device copies from",
     "normalized": COMPUTES,
     "apply_update_": COMPUTES,
     "triton_fault": COMPUTES,
@@ -320,6 +321,7 @@ IN_TURN = "asynchronous=False: the host waits for more than anybody needs"
 TIMES = "it measures, and nothing follows from it"
 GRAPH = "a graph can be captured on CUDA alone: tests/kernels/test_replay.py"
 FSDP2 = "not tried: FSDP2's own streams, which are not pretended here"
+HOST = "not tried: the pretended device has no memory beside the host's; tests/pretend compares values"
 CONNECTS = "what it carries is read by nobody, and faults show early"
 ENGINE = "what ends a backward runs behind everything that its hooks have queued, on whatever stream"
 HARMLESS = {
@@ -353,6 +355,10 @@ HARMLESS = {
     "exchange.alone in find_residencies": "no stream: parameters that this rank has alone",
     "plan.alone in orthogonalize": "no stream: how one matrix is multiplied",
     "plan.alone in orthogonalize (1)": "no stream: how one matrix is multiplied",
+    "beside.beside in Batch.fetch": HOST,
+    "self.stream.join_up_to in _Fetched.taken": HOST,
+    "tensor.record_stream in Stream.handed_over": HOST,
+    "module.current_stream(device).synchronize in await_device": HOST,
     "child.wait in tried": "no stream: a process that has ended or been killed",
     "end.synchronize in PhaseTimer.seconds": TIMES,
 }

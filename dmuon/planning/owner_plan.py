@@ -128,7 +128,7 @@ class OwnerPlan:
         return (
             f"plan: {self.origin}, digest with batches {self.digest}\n"
             f"costs: {self.cost_source}\nbatches: {batches}\n"
-            f"slowest rank: {planned.makespan_ns / 1e6:.3f} ms{before}; no plan can be below "
+            f"slowest rank (makespan): {planned.makespan_ns / 1e6:.3f} ms{before}; lower bound: "
             f"{planned.bound_ns / 1e6:.3f} ms (gap {planned.gap:.2%})"
         )
 

@@ -63,7 +63,7 @@ def test_four_matrices_of_which_groups_of_two_have_one_each_go_to_four_ranks(
         plan = dmuon.dedicate_params(model, everybody, costs=COSTS)
         assert sorted(plan.solution.starts_ns) == [0, 0, 10**12, 10**12]
         assert plan.solution.ends_ns == (10**12,) * 4 and plan.balance == 1.0
-        assert "slowest rank: 1000000.000 ms with what was planned before" in plan.report()
+        assert "slowest rank (makespan): 1000000.000 ms with what was planned before" in plan.report()
     else:
         shard(model.blocks, everybody)
     groups = [{"params": list(model.parameters()), "use_muon": True}]

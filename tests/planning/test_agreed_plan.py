@@ -329,8 +329,8 @@ def test_explain_shows_every_parameter_its_route_and_the_balance(rank: int, worl
     assert plan.digest in text and "makespan" in text and "bound" in text
     for owner in range(2):
         held = sum(o == owner for o in owners.values())
-        [row] = [line.split() for line in rest.splitlines() if line.split()[:1] == [str(owner)]]
-        assert int(row[-2]) == held, "matrices per rank"
+        [row] = [line.split() for line in rest.splitlines() if line.split()[:2] == ["rank", str(owner)]]
+        assert int(row[2]) == held, "matrices per rank"
     mine = sum(o == rank for o in owners.values())
     assert f"{mine} matrices orthogonalized" in text
 

@@ -136,7 +136,10 @@ def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
     for column in ("validation", "to AdamW's last loss:", "ms a", "exposed", "peak"):
         assert column in table
     said = " ".join(table.split())
-    assert "Predicted for Llama-3-8B on 64 H200: +" in said and "dmuon-plan examples/models/llama-3-8b.json --world 64" in said
+    assert (
+        "Predicted for Llama-3-8B on 64 H200: +" in said
+        and "dmuon-plan examples/models/llama-3-8b.json --world 64" in said
+    )
     assert max(len(line) for line in table.splitlines() if "/run/" not in line) <= 100, "paths are as long as they are"
     assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
     starts = []

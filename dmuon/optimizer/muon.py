@@ -375,6 +375,9 @@ class Muon(torch.optim.Optimizer):
                     f"momentum_device of group {round_.index}: strategy='full_replication' keeps the momentum of whole "
                     "matrices on each device; use 'replicated', or leave momentum_device out"
                 )
+        fused = [round_ for round_ in rounds if isinstance(round_, FusedRound)]
+        if fused and self._qk_clip is not None:
+            raise ValueError("qk_clip scales weights in step(), and strategy='fused' changes them later: use 'owner'")
         if self._qk_clip is not None:
             self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         batches = [batch for round_ in rounds for batch in round_.batches]
@@ -389,9 +392,6 @@ class Muon(torch.optim.Optimizer):
         self._specs = {id(p): spec_of(p) for p in muon}
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
-        fused = [round_ for round_ in rounds if isinstance(round_, FusedRound)]
-        if fused and self._qk_clip is not None:
-            raise ValueError("qk_clip scales weights in step(), and strategy='fused' changes them later: use 'owner'")
         self._deferred = Deferred(fused, blocks_of_fsdp(), self._names) if fused else None
         self._schedule = Schedule([one for one in rounds if not isinstance(one, FusedRound)], self._prefetch)
         self._batched = [*{id(p): p for batch in batches for p in batch.params}.values()]

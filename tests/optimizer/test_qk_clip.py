@@ -23,6 +23,7 @@ from harness.topologies import LAYOUTS, lay
 from harness.toy import CPU
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -549,3 +550,13 @@ def test_ranks_with_different_thresholds_are_told(rank: int, world: int) -> None
     optimizer = made.optimizer(qk_clip=dmuon.QKClip(made.model, 100.0 + rank))
     made.backward(0)
     optimizer.step()
+
+
+@on_ranks(2)
+def test_updates_that_wait_for_fsdp_are_refused(rank: int, world: int) -> None:
+    model = nn.Sequential()
+    model.attn = Apart(False)
+    fully_shard(model)
+    matrices = [model.attn.q_proj.weight, model.attn.k_proj.weight]
+    with pytest.raises(ValueError, match=r"qk_clip scales weights in step.*, and strategy='fused' changes them later"):
+        dmuon.Muon(matrices, qk_clip=dmuon.QKClip(model), strategy="fused", **OPTIONS)

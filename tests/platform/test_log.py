@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 import torch.nn as nn
+from harness.heard import recorded
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS, build, train
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,22 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon
 
 ROOT = Path(__file__).parents[2]
-
-
-@contextmanager
-def heard(level: int) -> Iterator[list[logging.LogRecord]]:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    log = logging.getLogger("dmuon")
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(level)
-    try:
-        yield records
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
 
 
 def texts(records: list[logging.LogRecord], level: int) -> list[str]:
@@ -59,7 +42,7 @@ def laid(way: str, world: int) -> tuple[nn.Module, dmuon.Muon]:
 @pytest.mark.parametrize("way", ["dedicated", "sharded", "ddp"])
 @on_ranks(2)
 def test_one_rank_says_once_what_is_owned_or_exchanged_and_at_what_cost(rank: int, world: int, way: str) -> None:
-    with heard(logging.INFO) as records:
+    with recorded(logging.INFO) as records:
         model, optimizer = laid(way, world)
         train(model, optimizer, range(1), rank, world)
         count = len(records)

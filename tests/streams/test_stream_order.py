@@ -41,7 +41,7 @@ ASKS_FOR_THE_CPU = {
     "_largest_piece": COMPUTES,
     "sliced_variant": COMPUTES,
     "_usual_backend": COMPUTES,
-    "alternatives": COMPUTES,
+    "step_variant": COMPUTES,
     "backend_fault": COMPUTES,
     "_formed": COMPUTES,
     "carrier_dtype": COMPUTES,

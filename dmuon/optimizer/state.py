@@ -19,8 +19,7 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
 from dmuon.model.matrix_spec import flat_of, remember_spec, spec_of
-from dmuon.optimizer.options import RARE, check_options
-from dmuon.optimizer.strategies import STRATEGY
+from dmuon.optimizer.options import RARE, STRATEGY, check_options
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor

@@ -6,19 +6,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from dmuon.kernels import user_cache_directory
-from dmuon.platform.files import UnreadableFile, check_target, from_json, parse_json, read_json, write_text
+from dmuon.platform.files import UnreadableFile, check_target, from_json, read_json, write_text
 from dmuon.solver import CostTable, Shape
 
 SCHEMA = 2
-
-_REMEDY = "delete the file or measure anew with dmuon-profile"
 
 
 class CostCacheError(ValueError):
@@ -120,15 +118,9 @@ class CostCache:
                 f"cost cache {path}: {error}; write it with dmuon-profile --out {path}, or check the path"
             ) from error
         except ValueError as error:
-            raise CostCacheError(f"cost cache {path}: {error}; {_REMEDY}") from None
-
-    @classmethod
-    def parse(cls, data: bytes, name: str) -> CostCache:
-        """Validate the bytes of a file called ``name``; raises as :meth:`load` does."""
-        try:
-            return _document(parse_json(data))
-        except ValueError as error:
-            raise CostCacheError(f"cost cache {name}: {error}; {_REMEDY}") from None
+            raise CostCacheError(
+                f"cost cache {path}: {error}; delete the file or measure anew with dmuon-profile"
+            ) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Merge into the file at ``path``, atomically; entries here win over those in the file.
@@ -225,11 +217,10 @@ def user_cache_files(key: CacheKey) -> list[Path]:
     return sorted(others, key=lambda other: other == path)
 
 
-def shipped_profiles() -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of every profile that dmuon ships."""
-    for item in sorted(resources.files("dmuon.profiles").iterdir(), key=lambda item: item.name):
-        if item.name.endswith(".json"):
-            yield f"dmuon.profiles/{item.name}", item.read_bytes()
+def shipped_profiles() -> list[Path]:
+    """Every profile that dmuon ships."""
+    items = resources.files("dmuon.profiles").iterdir()
+    return [Path(str(item)) for item in sorted(items, key=lambda item: item.name) if item.name.endswith(".json")]
 
 
 def discard_invalid(path: Path) -> None:

@@ -40,7 +40,7 @@ def plan(
     starts = _starts(problem, bound)
     solution = refine(problem, _shortest(problem, starts, bound), options)
     even = _most_even(problem, solution, starts, options)
-    spread = spread_blocks(ordered, _quota(problem, even.counts))
+    spread = spread_blocks(ordered, {key: even.counts[:, s].tolist() for s, key in enumerate(problem.classes)})
     return _finished(problem, ordered, xor_labels(spread, owners), even, costs)
 
 
@@ -73,10 +73,6 @@ def count_table(problem: Problem, matrices: Sequence[Matrix], owners: Mapping[st
     counts = np.zeros((problem.ranks, len(classes)), dtype=np.int64)
     np.add.at(counts, ([owners[m.name] for m in matrices], [classes[m.key] for m in matrices]), 1)
     return counts
-
-
-def _quota(problem: Problem, counts: Counts) -> dict[ClassKey, list[int]]:
-    return {key: counts[:, s].tolist() for s, key in enumerate(problem.classes)}
 
 
 def _starts(problem: Problem, bound: int) -> list[tuple[str, Counts]]:

@@ -85,7 +85,10 @@ def _routed_around(model: nn.Module) -> list[tuple[Tensor, bool]]:
 
     There as dedication routed it, which did not own what was frozen; outside by policy.
     """
-    inside = _routed_by_dedication(model)
+    dedicated = ((root, dedication_of(root)) for root in model.modules())
+    routed = [route for root, one in dedicated if one is not None for route in one.routes(root)]
+    _remember(routed)  # FSDP2 may have put other parameters there since
+    inside = {id(route.param): route.muon for route in routed}
     outside = undedicated(model)
     if not outside:
         return [(p, inside.get(id(p), False)) for p in model.parameters()]
@@ -100,14 +103,6 @@ def _routed_around(model: nn.Module) -> list[tuple[Tensor, bool]]:
     routes = route_parameters(model, choose)
     _remember(route for route in routes if id(route.param) in free)
     return [(route.param, route.muon) for route in routes]
-
-
-def _routed_by_dedication(model: nn.Module) -> dict[int, bool]:
-    """Whether Muon takes a parameter of what was dedicated in ``model``, by ``id``."""
-    dedicated = ((root, dedication_of(root)) for root in model.modules())
-    routes = [route for root, one in dedicated if one is not None for route in one.routes(root)]
-    _remember(routes)  # FSDP2 may have put other parameters there since
-    return {id(route.param): route.muon for route in routes}
 
 
 def _require_averaged(model: nn.Module, outside: Sequence[tuple[str, nn.Parameter]]) -> None:

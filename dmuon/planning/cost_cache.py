@@ -112,7 +112,13 @@ class CostCache:
         """
         path = Path(path)
         try:
-            return _document(read_json(path))
+            document = read_json(path)
+            if not isinstance(document, dict):
+                raise ValueError("the file is no object")
+            schema = document.pop("schema", None)
+            if schema != SCHEMA:
+                raise ValueError(f"field 'schema' is {schema!r}, this version reads {SCHEMA}")
+            return from_json(CostCache, document)
         except UnreadableFile as error:
             raise CostCacheError(
                 f"cost cache {path}: {error}; write it with dmuon-profile --out {path}, or check the path"
@@ -237,13 +243,3 @@ def discard_invalid(path: Path) -> None:
 
 def _digest(key: CacheKey) -> str:
     return hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _document(document: object) -> CostCache:
-    """The cache that ``document`` holds; ValueError names the field that is wrong."""
-    if not isinstance(document, dict):
-        raise ValueError("the file is no object")
-    schema = document.pop("schema", None)
-    if schema != SCHEMA:
-        raise ValueError(f"field 'schema' is {schema!r}, this version reads {SCHEMA}")
-    return from_json(CostCache, document)

@@ -16,7 +16,7 @@ from dmuon.layout.buffer import Spans
 from dmuon.layout.matrices import Strategy
 from dmuon.layout.messages import Message, parcel_messages, region_messages
 from dmuon.optimizer.muon import Muon
-from dmuon.step.batches import SharedBatch, make_batches
+from dmuon.step.batches import make_batches
 from dmuon.step.rounds import ExchangedRound
 from dmuon.step.sharded import ShardedRound, variant_of
 from dmuon.step.update import numerics_of
@@ -203,14 +203,9 @@ def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: tor
     yield Message("gather", "domain", None, None, 0, int(any(before.travels for before, _ in round_.routes)))
     yield Message("scatter", "domain", None, None, 0, int(any(after.travels for _, after in round_.routes)))
     for batch in round_.batches if isinstance(round_, ShardedRound) else ():
-        yield gram_message(batch, group, device)
-
-
-def gram_message(batch: SharedBatch, group: Mapping[str, Any], device: torch.device) -> Message:
-    """The sums of the Gram matrices of a batch of which ranks have slices."""
-    numerics = numerics_of(group, batch.dtype, device)
-    blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.storage.itemsize)
-    return Message("sum", "domain", None, None, blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
+        numerics = numerics_of(group, batch.dtype, device)
+        blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.storage.itemsize)
+        yield Message("sum", "domain", None, None, blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
 
 
 def travel_bytes(

@@ -68,9 +68,13 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
     if optimizer is not None:
         lines += ["", *report] if (report := optimizer.exchange_report()) else []
     for dedication in dedicated:
-        lines += ["", *_runtime(dedication.runtime), *_rest(model), "", dedication.plan.report()]
+        sharded = sum(isinstance(m, FSDPModule) for m in model.modules())
+        others = f"sharded by FSDP2 in {sharded} modules" if sharded else "replicated, averaged by dmuon"
+        lines += ["", *_runtime(dedication.runtime), f"the rest: {others}", "", dedication.plan.report()]
     if optimizer is not None:
-        lines += [*_warnings(optimizer), "", *_newton_schulz(optimizer), *_last_step(optimizer)]
+        costly = [*advice(optimizer._residencies, optimizer._rounds), *taken_whole(optimizer._residencies)]
+        lines += ["", "warnings", *(f"  {line}" for line in costly)] if costly else []
+        lines += ["", *_newton_schulz(optimizer), *_last_step(optimizer)]
     return "\n".join(lines)
 
 
@@ -336,22 +340,8 @@ def _last_step(optimizer: Muon) -> list[str]:
     return lines
 
 
-def _warnings(optimizer: Muon) -> list[str]:
-    """What costs more than it should."""
-    lines = [*advice(optimizer._residencies, optimizer._rounds), *taken_whole(optimizer._residencies)]
-    return ["", "warnings", *(f"  {line}" for line in lines)] if lines else []
-
-
 def _unique(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(sorted({str(dtype) for dtype in dtypes}))
-
-
-def _rest(model: nn.Module) -> list[str]:
-    """Who has the parameters that dmuon does not own."""
-    sharded = sum(isinstance(m, FSDPModule) for m in model.modules())
-    return [
-        f"the rest: sharded by FSDP2 in {sharded} modules" if sharded else "the rest: replicated, averaged by dmuon"
-    ]
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------

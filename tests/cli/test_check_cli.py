@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,7 +43,10 @@ def ran(*command: str, cwd: Path | None = None) -> Any:
 def lines_of(output: str) -> list[tuple[str, str, str]]:
     """Status, check and the rest of every line of the report."""
     kinds = ("pass", "fail", "skip", "warn", "info")
-    return [(x[:6].strip(), x[6:19].strip(), x[19:]) for x in output.splitlines() if x.startswith(kinds)]
+    unfolded = re.sub(r"\n {19,}", " ", output).splitlines()
+    rows = [(x[:6].strip(), x[6:19].strip(), x[19:]) for x in unfolded if x.startswith(kinds)]
+    assert not rows or max(map(len, output.splitlines())) <= 100
+    return rows
 
 
 @pytest.mark.slow

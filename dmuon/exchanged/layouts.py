@@ -508,7 +508,10 @@ def _tasks_of(
         if not local and len(share.holders) == 1:  # nobody else needs to know of what one rank has alone
             continue
         m, n = share.layout.shape
-        size = _batch_size(layouts, placed.ranks, param, (m, n))
+        plan = layouts.plans.get(placed.ranks)
+        planned = None if plan is None else plan.chunks.get((min(m, n), max(m, n)))
+        nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
+        size = max(1, min(planned or unmeasured_batch((m, n)), layouts.recipe.options.chunk_bytes // nbytes))
         strategy = cast(Strategy, layouts.strategies[index]) if len(share.holders) > 1 else "owner"
         for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
             span = (offset + start, offset + stop) if local else (0, 0)
@@ -528,16 +531,6 @@ def _tasks_of(
             )
             result.append(task)
     return result
-
-
-def _batch_size(layouts: Layouts, ranks: Ranks, param: Tensor, shape: tuple[int, int]) -> int:
-    """Most matrices of a batch, as planned and within the bytes that the options allow."""
-    m, n = shape
-    plan = layouts.plans.get(ranks)
-    planned = None if plan is None else plan.chunks.get((min(m, n), max(m, n)))
-    nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
-    size = min(planned or unmeasured_batch((m, n)), layouts.recipe.options.chunk_bytes // nbytes)
-    return max(1, size)
 
 
 def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parcel:

@@ -19,7 +19,6 @@ from dmuon.model.blocks import canonical_fqn
 from dmuon.model.makeup import (
     EMBEDDINGS,
     Holder,
-    Makeup,
     ModuleTree,
     declared_embeddings,
     longest_path,
@@ -274,7 +273,8 @@ def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> lis
 
 
 def _routed_by_dimension(tensors: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
-    makeups = recognize([p for p in tensors if p.ndim > 2])
+    tree, sites = _sites([p for p in tensors if p.ndim > 2 and not _is_decided(p)])
+    makeups = {id(p): makeup_of(tree, p, sites[id(p)]) for p in tensors if id(p) in sites}
     routed = []
     for param in tensors:
         makeup = makeups.get(id(param))
@@ -465,16 +465,6 @@ def _check_param(param: Tensor, use_muon: bool, shards: bool, flat: bool) -> Non
 
 
 # -- models and groups of others ------------------------------------------------------------------------------------
-
-
-def recognize(tensors: Sequence[Tensor]) -> dict[int, Makeup]:
-    """What the modules that hold ``tensors`` say of them, by ``id``.
-
-    Nothing is said of a tensor that no module holds, nor of one that was decided before: that dmuon owns, or that was
-    routed with its model.
-    """
-    tree, sites = _sites([t for t in tensors if t.ndim > 1 and not _is_decided(t)])
-    return {id(t): makeup_of(tree, t, sites[id(t)]) for t in tensors if id(t) in sites}
 
 
 def remember_makeups(tensors: Sequence[Tensor]) -> list[str]:

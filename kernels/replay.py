@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -159,6 +160,33 @@ def _replay(recording: Recording, x: Tensor) -> Tensor:
     if current is not None:
         _ended[x.device] = current.record_event()
     return result
+
+
+@lru_cache(maxsize=8)
+def replays_right(device: torch.device) -> bool:
+    """Whether a graph that is captured on ``device`` computes what its kernels do; a warning says why not.
+
+    By rule small batches are replayed, and nobody has compared them before. This waits for a stream of its own, and so
+    for no collective in flight.
+    """
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            x = torch.linspace(-1, 1, 2 * 16 * 48, device=device).view(2, 16, 48)
+            recording = recorder.record(_product, x)
+            recording.source.copy_(x)
+            recording.replay()
+            expected = _product(x)
+            right = bool((recording.result - expected).norm() <= 1e-2 * expected.norm())
+            fault = "" if right else "it computes something else"
+    except Exception as error:  # whatever a driver may raise
+        right, fault = False, f"{type(error).__name__}: {error}"
+    if not right:
+        warnings.warn(f"no CUDA graphs on {device} ({fault}): kernels are launched one by one, which is slower")
+    return right
+
+
+def _product(x: Tensor) -> Tensor:
+    return x @ x.mT @ x
 
 
 def drop_graphs() -> None:

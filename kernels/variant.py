@@ -16,6 +16,7 @@ import torch
 
 from .coefficients import Polynomial, Squares, checked_restarts, safe_restarts
 from .device import HALF, INTERPRETED, kernels_of
+from .replay import replays_right
 from .symmetric_cpu import worth_splitting
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -188,7 +189,7 @@ def step_variant(
     """How a step runs ``k`` matrices of ``shape``: by the rule, and as one CUDA graph where launches take long."""
     chosen = choose_variant(shape, k, coefficients, dtype, device)
     small = 2 * k * (2 * math.prod(shape) + 4 * min(shape) ** 2) <= _REPLAY_BYTES
-    return replace(chosen, replay=device.type == "cuda" and chosen.piece >= k and small)
+    return replace(chosen, replay=device.type == "cuda" and chosen.piece >= k and small and replays_right(device))
 
 
 def batch_size(shape: tuple[int, int], k: int, device: torch.device) -> int:

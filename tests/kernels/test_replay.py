@@ -185,6 +185,31 @@ def test_recording_waits_for_nothing_on_the_device(cuda: Cuda) -> None:
     assert cuda.named(*DEVICE_WIDE) == []
 
 
+@pytest.mark.pitfall("P64")
+def test_a_device_whose_graphs_compute_something_else_replays_none(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried with collectives in flight: on a stream of its own, and nothing waits for the device."""
+    product = replay._product
+
+    def recorded(x: Tensor) -> Tensor:
+        result: Tensor = product(x)
+        if cuda.capturing is not None:
+            cuda.capturing.programs.append(lambda: result.copy_(product(x)))
+        return result
+
+    untold = replay.replays_right.__wrapped__
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "_product", recorded)
+        assert untold(torch.device("cpu"))
+        assert cuda.named(*DEVICE_WIDE) == []
+        assert {stream for _, stream in cuda.named("capture_begin", "replay")} == {"beside"}
+    monkeypatch.setattr(replay, "_product", lambda x: torch.full_like(x, len(cuda.calls)))
+    with pytest.warns(UserWarning, match="no CUDA graphs on cpu .it computes something else"):
+        assert not untold(torch.device("cpu"))
+    cuda.fails = "capture_end"
+    with pytest.warns(UserWarning, match="no CUDA graphs on cpu .RuntimeError: the driver does not want to"):
+        assert not untold(torch.device("cpu"))
+
+
 def test_replay_captures_once_and_returns_what_the_kernels_compute(cuda: Cuda) -> None:
     for seed in (0, 1, 2):
         x = matrices(seed)

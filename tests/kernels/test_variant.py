@@ -55,13 +55,14 @@ def ampere(monkeypatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
     monkeypatch.setattr(variant_module, "triton_fault", lambda device, dtype: machine.fault)
+    monkeypatch.setattr(variant_module, "replays_right", lambda device: True)
     forget()
     yield machine
     forget()
 
 
 def forget() -> None:
-    for remembered in (backend_fault, products_on, choose_variant):
+    for remembered in (backend_fault, products_on, choose_variant, step_variant):
         remembered.cache_clear()
 
 

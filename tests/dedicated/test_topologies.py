@@ -39,7 +39,9 @@ class SequenceBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         along = DTensor.from_local(x, self.tensor_mesh, [Replicate()], run_check=False)
-        return x + self.mix(x) + self.down(F.gelu(self.up(self.norm(along))))
+        # What torch 2.12 gathers along a sequence is not contiguous, though its DTensor says so, and fails to multiply.
+        whole = self.norm(along).full_tensor().contiguous()
+        return x + self.mix(x) + self.down(F.gelu(self.up(whole)))
 
 
 def split_sequence(model: Network, mesh: DeviceMesh) -> None:
@@ -48,7 +50,7 @@ def split_sequence(model: Network, mesh: DeviceMesh) -> None:
         plan = {
             "norm": SequenceParallel(),
             "mix": ColwiseParallel(output_layouts=Replicate()),
-            "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            "up": ColwiseParallel(use_local_output=False),
             "down": RowwiseParallel(),
         }
         parallelize_module(block, mesh, plan)

@@ -20,7 +20,6 @@ from dmuon.tools.simulation.step import Scenario, Workload, step_s
 from dmuon.tools.simulation.wave_model import wave_costs
 
 _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
-_SEQUENCE = 4096
 _HALF = 0.5  # of the peak, which AdamW's step should be near to
 
 
@@ -57,10 +56,12 @@ def scenario_of(case: Case) -> tuple[Scenario, float]:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(case.config))
         shapes = read_model(path)
-        model = Workload.from_config(path, tokens=_SEQUENCE, sequence=_SEQUENCE)
+        model = Workload.from_config(path, tokens=case.sequence, sequence=case.sequence)
         stage = last_stage(model, case.pp)
         peak = machine.device.peak_flops
-        if case.muon_share is not None:
+        if case.tokens:
+            sequences = case.tokens // case.sequence
+        elif case.muon_share is not None:
             newton = sum(5 * (4 * m.rows * m.cols + 2 * min(m.rows, m.cols) ** 2) * min(m.rows, m.cols) for m in shapes)
             per_gpu = newton / (topology.world * case.pp) / case.muon_share
             sequences = max(1, round(per_gpu / (model.flops / case.pp)))
@@ -69,7 +70,7 @@ def scenario_of(case: Case) -> tuple[Scenario, float]:
             sequences = max(1, round(_HALF / reached))
         else:
             sequences = 2
-        more = Workload.from_config(path, tokens=_SEQUENCE * sequences, sequence=_SEQUENCE)
+        more = Workload.from_config(path, tokens=case.sequence * sequences, sequence=case.sequence)
     stage = last_stage(more, case.pp)
     blocks = {block.name for block in stage.blocks}
     matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in shapes if m.block in blocks]

@@ -64,13 +64,7 @@ KIMI_K2 = _llama(
 )  # fmt: skip
 
 _A800 = hardware("a800")
-# GB300 NVL72: 72 GPUs share NVLink, of which a job takes 64. From NVIDIA's data sheet: 2.5 PFLOP/s in bf16, dense, of
-# which Newton–Schulz is made; 8 TB/s, of which nine tenths are achieved; NVLink 5 at 900 GB/s each way, of which NCCL
-# gets the part that it gets of NVLink 4; one 800 Gb/s adapter per GPU.
-_GB300 = hardware(
-    "h200", device_sms=160, device_peak_flops=2.5e15, device_memory_bandwidth=7.2e12, device_memory=288 * 10**9,
-    intra_bandwidth=740e9, inter_bandwidth=92e9, gpus_per_node=64,
-)  # fmt: skip
+_GB300 = hardware("gb300")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +77,7 @@ class Case:
         over_s: published seconds of ``over``; None where ``over_flops`` says it.
         over_flops: published model FLOP/s of one GPU with ``over``.
         muon_share: published FLOPs of Newton–Schulz over those of the model, which tell the tokens.
+        tokens: of a rank, where the source says it; 0: as many as the above implies.
         once: weights are gathered once a step, as with ``reshard_after_forward=False``.
         fitted: whether terms are fitted to it; otherwise it is only compared.
     """
@@ -99,6 +94,8 @@ class Case:
     muon_share: float | None = None
     grid: Mapping[str, int] = field(default_factory=dict)
     pp: int = 1
+    tokens: int = 0
+    sequence: int = 4096
     once: bool = False
     fitted: bool = True
 

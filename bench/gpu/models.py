@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dmuon.kernels import (
     Variant,
+    backend_fault,
     batch_size,
     choose_variant,
     coefficient_sequence,
@@ -32,7 +33,8 @@ MODELS = ("qwen2.5-7b", "llama-3-8b", "pi0", "gpt2-1.5b")
 POLAR = coefficient_sequence("polar_express", 5)
 (CLASSIC,) = coefficient_sequence("classic", 1)
 OURS = ("dmuon", "dmuon, rule")
-OTHERS = ("cuBLAS standard", "cuBLAS gram", "torch.optim.Muon", "gram-newton-schulz")
+PEERS = ("torch.optim.Muon", "gram-newton-schulz")
+OTHERS = ("cuBLAS standard", "cuBLAS gram", "quack", *PEERS)
 
 
 def time_models(settings: Settings, journal: Journal, deadline: float) -> None:
@@ -80,7 +82,7 @@ def _time_shape(settings: Settings, journal: Journal, shape: tuple[int, int], k:
     exact = orthogonalize(x[:1].double(), method="standard")
     programs = _programs(settings, x, tuned, rule)
     errors = {}
-    for name in (*OURS, *OTHERS[:2]):  # others use other coefficients: theirs are no errors against ours
+    for name in programs.keys() - PEERS:  # these use other coefficients: theirs are no errors against ours
         with journal.guarded(f"{what}: {name}, error"):
             errors[name] = relative(programs[name]()[:1], exact)
     times = settings.medians(programs, journal, what, OTHERS)
@@ -97,14 +99,16 @@ def _programs(settings: Settings, x: Tensor, tuned: Variant, rule: Variant) -> d
         eager = replace(variant, replay=False)  # here all are replayed
         return lambda: run(normalize(x, torch.float16, 0.0)[0], eager, POLAR, torch.float16)
 
-    def cublas(method: Any) -> Callable[[], Tensor]:
-        return ours(choose_variant(shape, k, POLAR, torch.float16, settings.device, method=method, backend="torch"))
+    def by(backend: Any, method: Any) -> Callable[[], Tensor]:
+        return ours(choose_variant(shape, k, POLAR, torch.float16, settings.device, method=method, backend=backend))
 
+    quack = backend_fault("quack", settings.device, torch.float16) is None
     return {
         "dmuon": ours(tuned),
         "dmuon, rule": ours(rule),
-        "cuBLAS standard": cublas("standard"),
-        "cuBLAS gram": cublas("gram"),
+        "cuBLAS standard": by("torch", "standard"),
+        "cuBLAS gram": by("torch", "gram"),
+        **({"quack": by("quack", "gram")} if quack else {}),
         **_peers(x),
     }
 

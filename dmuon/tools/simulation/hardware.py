@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -205,10 +205,6 @@ class Topology:
     def nodes(self) -> int:
         return -(-self.world // self.gpus_per_node)
 
-    def coordinate(self, rank: int) -> tuple[int, int]:
-        """Replica and shard of a rank."""
-        return divmod(rank // self.tp, self.shard)
-
     def rings(self) -> dict[Group, Ring]:
         """The groups of each kind, by the one over most nodes.
 
@@ -227,20 +223,10 @@ class Topology:
         }
 
 
-class Travel(NamedTuple):
-    """How long something is on its way, in seconds.
+def travel(hardware: Hardware, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> tuple[float, float]:
+    """Latency of ``calls`` collectives of one kind in one launch, and how long a link carries their ``nbytes`` together.
 
-    Attributes:
-        latency: while it passes, links carry what others send.
-        busy: for which a link carries the bytes.
-    """
-
-    latency: float
-    busy: float
-
-
-def travel(hardware: Hardware, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
-    """How long ``calls`` collectives of one kind in one launch take, over ``nbytes`` together.
+    While the latency passes, links carry what others send.
 
     ``α · hops + bytes / bandwidth`` per link class, collectives as pipelined rings. A ring visits each node once:
     ``nodes - 1`` hops are between nodes, the others inside. It leaves a node over as many network adapters as it has
@@ -257,7 +243,7 @@ def travel(hardware: Hardware, kind: Collective, ring: Ring, nbytes: float, call
             all-to-all it is the most that a rank has for all members of the group.
     """
     if ring.size == 1 or calls == 0 or nbytes == 0:
-        return Travel(0.0, 0.0)
+        return 0.0, 0.0
     intra, inter = hardware.intra, hardware.inter
     around = (ring.nodes - 1) * inter.latency_s + (ring.size - ring.nodes) * intra.latency_s
     bandwidth = intra.bandwidth
@@ -266,16 +252,16 @@ def travel(hardware: Hardware, kind: Collective, ring: Ring, nbytes: float, call
     busy, part = nbytes / bandwidth, (ring.size - 1) / ring.size
     match kind:
         case "broadcast" | "reduce":
-            return Travel(around + (calls - 1) * intra.latency_s, busy)
+            return around + (calls - 1) * intra.latency_s, busy
         case "all_gather" | "reduce_scatter":
-            return Travel(calls * around, part * busy)
+            return calls * around, part * busy
         case "all_reduce":
             levels = math.ceil(math.log2(ring.nodes))
             chain = -(-ring.size // ring.nodes) - 1
             tree = levels * inter.latency_s + chain * intra.latency_s
-            return Travel(2 * calls * min(around, tree), 2 * part * busy)
+            return 2 * calls * min(around, tree), 2 * part * busy
         case "all_to_all":
             link = intra if ring.nodes == 1 else inter
             near = ring.size // ring.nodes if ring.nodes > 1 else 1  # members that this link does not lead to
             away = nbytes * (ring.size - near) / ring.size
-            return Travel(link.latency_s + (ring.size - 1) * calls * _MESSAGE_S, away / link.bandwidth)
+            return link.latency_s + (ring.size - 1) * calls * _MESSAGE_S, away / link.bandwidth

@@ -301,7 +301,7 @@ def owned_elements(scenario: Scenario) -> NDArray[np.float64]:
     index = {block.name: i for i, block in enumerate(scenario.workload.blocks)}
     owned = np.zeros((len(index), topology.replicate, topology.shard))
     for m in scenario.plan.matrices:
-        replica, shard = topology.coordinate(scenario.plan.owners[m.name])
+        replica, shard = divmod(scenario.plan.owners[m.name] // topology.tp, topology.shard)
         owned[index[m.block], replica, shard] += m.rows * m.cols / topology.tp
     return owned
 
@@ -317,7 +317,7 @@ _MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime
 _OWNERS = ("broadcast", "reduce", "all_to_all")  # AdamW's step has no such collectives
 _FOLD_BYTES = 3 * MASTER_BYTES  # of an element: its gradient and its momentum read, this written
 _READ_BYTES = 2 * MASTER_BYTES  # both read again
-ADAMW_BYTES = 28  # of one: weight, gradient and two moments read, all but the gradient written, fp32
+_ADAMW_BYTES = 28  # of one: weight, gradient and two moments read, all but the gradient written, fp32
 _JOINED = 4  # of each element: read and written when it has come, and before it goes back
 
 
@@ -402,7 +402,7 @@ def step_s(program: Program, scenario: Scenario) -> float:
         averaged = max(averaged, rank.send("averages", i, scattered))
 
     def adamw(elements: float) -> None:
-        rank.copy(ADAMW_BYTES * elements / topology.shard)
+        rank.copy(_ADAMW_BYTES * elements / topology.shard)
 
     if program != "adamw":
         adamw(sum(block.other_elements for block in blocks))

@@ -224,7 +224,7 @@ class Topology:
 
 
 def travel(hardware: Hardware, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> tuple[float, float]:
-    """Latency of ``calls`` collectives of one kind in one launch, and how long a link carries their ``nbytes`` together.
+    """Latency of ``calls`` collectives of one kind in one launch, and how long a link carries ``nbytes`` of them all.
 
     While the latency passes, links carry what others send.
 

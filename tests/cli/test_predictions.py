@@ -160,6 +160,8 @@ def test_the_report_says_what_a_reader_needs(plan: Callable[..., Any]) -> None:
     assert "at 50% of the peak" in text and "estimated for 3 of 3 shapes" in text
     error = json.loads(FIT.read_text())["error"]
     assert f"± {error:.1%} is how far predictions were off" in text and error <= 0.04
+    errors = [float(re.search(rf"^{name} .*± (\S+)%", text, re.M)[1]) for name in (DEDICATED, GATHER)]  # type: ignore[index]
+    assert 100 * error <= errors[0] + 0.05 and errors[1] > 2 * errors[0]  # it grows with Newton–Schulz
 
 
 def test_the_error_is_that_of_published_cases_each_left_out(plan: Callable[..., Any]) -> None:

@@ -1,6 +1,6 @@
 """Predicted training steps and products: the error against published ones, and scaling to 1024 GPUs.
 
-python bench/simulate.py --fit [--rate 0.6]
+python bench/simulate.py --fit
 python bench/simulate.py --products
 python bench/simulate.py --table config.json ... --json bench/results/scaling-h200.json
 """
@@ -65,9 +65,6 @@ def main(argv: list[str] | None = None) -> int:
     mode.add_argument("--fit", action="store_true", help="fit the terms of a machine to published steps")
     mode.add_argument("--products", action="store_true", help="the model of products beside published times")
     mode.add_argument("--table", type=Path, nargs="+", metavar="MODEL.json", help="what is recommended at every size")
-    parser.add_argument(
-        "--rate", type=float, default=1.0, help="of --fit: products at this part of the presets' rates (default 1)"
-    )
     parser.add_argument("--out", type=Path, help="JSON of --fit or --products")
     parser.add_argument("--json", type=Path, help="of --table (default: bench/results/scaling-HARDWARE.json)")
     parser.add_argument("--hardware", choices=sorted(HARDWARE), default="h200", help="preset (default h200)")
@@ -79,10 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.fit:
-            result = fit(args.rate)
+            result = fit()
             print(fit_report(result), flush=True)
-            path = _FIT if args.rate == 1 else _FIT.with_name(f"simulation-fit-rate-{args.rate:g}.json")
-            write_json(args.out or path, {"date": time.strftime("%Y-%m-%d"), **result})
+            write_json(args.out or _FIT, {"date": time.strftime("%Y-%m-%d"), **result})
         elif args.products:
             write_json(
                 args.out or _FIT.with_name("products-published.json"), {"date": time.strftime("%Y-%m-%d"), **products()}

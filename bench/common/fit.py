@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from common.published import CASES, Case
+from common.published import CASES, HOMES, Case
 from dmuon.model.config import read_model
 from dmuon.solver import Matrix, Rank, SolveOptions, plan
-from dmuon.tools.simulation.hardware import Topology
+from dmuon.tools.simulation.hardware import Topology, hardware
 from dmuon.tools.simulation.step import Scenario, Workload, step_s
 from dmuon.tools.simulation.wave_model import wave_costs
 
 _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
-_SEQUENCE = 4096
 _HALF = 0.5  # of the peak, which AdamW's step should be near to
 
 
@@ -31,6 +30,7 @@ class Outcome:
     Attributes:
         error: predicted less published.
         left_out: the error with terms that were fitted to all the others.
+        over_ms: published step of ``over``; 0 where no time is.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Outcome:
     source: str
     tokens: int = 0
     efficiency: float = 0.0
+    over_ms: float = 0.0
 
 
 # -- published steps ------------------------------------------------------------------------------------------------
@@ -57,10 +58,12 @@ def scenario_of(case: Case) -> tuple[Scenario, float]:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(case.config))
         shapes = read_model(path)
-        model = Workload.from_config(path, tokens=_SEQUENCE, sequence=_SEQUENCE)
+        model = Workload.from_config(path, tokens=case.sequence, sequence=case.sequence)
         stage = last_stage(model, case.pp)
         peak = machine.device.peak_flops
-        if case.muon_share is not None:
+        if case.tokens:
+            sequences = case.tokens // case.sequence
+        elif case.muon_share is not None:
             newton = sum(5 * (4 * m.rows * m.cols + 2 * min(m.rows, m.cols) ** 2) * min(m.rows, m.cols) for m in shapes)
             per_gpu = newton / (topology.world * case.pp) / case.muon_share
             sequences = max(1, round(per_gpu / (model.flops / case.pp)))
@@ -69,7 +72,7 @@ def scenario_of(case: Case) -> tuple[Scenario, float]:
             sequences = max(1, round(_HALF / reached))
         else:
             sequences = 2
-        more = Workload.from_config(path, tokens=_SEQUENCE * sequences, sequence=_SEQUENCE)
+        more = Workload.from_config(path, tokens=case.sequence * sequences, sequence=case.sequence)
     stage = last_stage(more, case.pp)
     blocks = {block.name for block in stage.blocks}
     matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in shapes if m.block in blocks]
@@ -102,13 +105,11 @@ def overhead(case: Case, base: Scenario, over_s: float) -> tuple[float, float]:
     return step_s(case.program, found) / step_s(case.over, found) - 1, efficiency
 
 
-def fit_published(rate: float) -> tuple[float, float, list[Outcome]]:
+def fit_published() -> tuple[float, float, list[Outcome]]:
     """The contention of least squares, the error of what was left out, and every case."""
     found: list[list[tuple[float, float]]] = []
     bases = []
     for case in CASES:
-        device = replace(case.machine.device, matmul_efficiency=rate * case.machine.device.matmul_efficiency)
-        case = replace(case, machine=replace(case.machine, device=device))
         base, over_s = scenario_of(case)
         bases.append(base)
         found.append([overhead(case, replace(base, contention=term), over_s) for term in _CONTENTION])
@@ -132,30 +133,64 @@ def fit_published(rate: float) -> tuple[float, float, list[Outcome]]:
             Outcome(
                 case.name, case.program, case.over, case.published, predicted, predicted - case.published,
                 float(errors[i, best(others)]), case.fitted, case.source, bases[i].workload.tokens, efficiency,
+                1e3 * (case.over_s or 0.0),
             )
         )  # fmt: skip
     left_out = [o.left_out for o in outcomes if o.fitted]
     return _CONTENTION[chosen], float(np.sqrt(np.mean(np.square(left_out)))), outcomes
 
 
+def homes() -> list[dict[str, Any]]:
+    """Optimizer steps whose matrices each rank of a domain computes, over those of owners, beside published ratios.
+
+    Newton–Schulz alone, without what is sent. Dense matrices and experts have 16 owners each; duplicated, a rank
+    computes all dense ones and, by expert parallelism, an eighth of the experts.
+    """
+    rows = []
+    for name, config, published, source in HOMES:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(config))
+            counts = Counter(
+                ((".experts." in m.name), (min(m.rows, m.cols), max(m.rows, m.cols))) for m in read_model(path)
+            )
+        costs = wave_costs(hardware("gb300").device, {shape: 64 for _, shape in counts})
+        ms = {
+            way: sum(1e-6 * costs.cost(shape, -(-n // shares[expert])) for (expert, shape), n in counts.items())
+            for way, shares in {"duplicated_ms": (1, 8), "owners_ms": (16, 16)}.items()
+        }
+        predicted = ms["duplicated_ms"] / ms["owners_ms"]
+        rows.append({"name": name, "published": published, "predicted": predicted, "source": source, **ms})
+    return rows
+
+
 # -- all ------------------------------------------------------------------------------------------------------------
 
 
-def fit(rate: float = 1.0) -> dict[str, Any]:
-    """Terms, error, and every case, with products of Newton–Schulz at ``rate`` of what the presets say."""
-    contention, error, published = fit_published(rate)
+def fit() -> dict[str, Any]:
+    """Terms, error, and every case."""
+    contention, error, published = fit_published()
     cases = [asdict(outcome) for outcome in published]
-    return {"terms": {"contention": contention}, "rate": rate, "error": error, "cases": cases}
+    return {"terms": {"contention": contention}, "error": error, "cases": cases, "homes": homes()}
 
 
 def report(result: dict[str, Any]) -> str:
     """The fit as text for people."""
-    lines = [f"{'case':<40}{'program':<16}{'over':<8}{'measured':>9}{'predicted':>10}{'error':>8}{'left out':>9}"]
+    lines = [
+        f"{'case':<40}{'program':<16}{'over':<8}{'measured':>9}{'predicted':>10}{'ratio':>7}{'error':>8}{'left out':>9}"
+    ]
     for case in result["cases"]:
+        ratio = (1 + case["predicted"]) / (1 + case["published"])
         lines.append(
             f"{case['name']:<40}{case['program']:<16}{case['over']:<8}{case['published']:>+9.1%}"
-            f"{case['predicted']:>+10.1%}{case['error']:>+8.1%}{case['left_out']:>+9.1%}"
+            f"{case['predicted']:>+10.1%}{ratio:>7.2f}{case['error']:>+8.1%}{case['left_out']:>+9.1%}"
         )
+    lines.append("ratio: the predicted step over the measured one, where that of AdamW is as measured")
+    lines += [
+        f"{row['name']}, 32 GB300: optimizer step duplicated over owners {row['published']:.2f}, predicted "
+        f"{row['predicted']:.2f} ({row['duplicated_ms']:.0f} over {row['owners_ms']:.0f} ms)"
+        for row in result["homes"]
+    ]
     terms = ", ".join(f"{name}={value:.3g}" for name, value in result["terms"].items())
     lines += [
         "",

@@ -22,6 +22,10 @@ _NVIDIA = (
     "developer.nvidia.com/blog/advancing-emerging-optimizers-for-accelerated-llm-training-with-nvidia-megatron, Table "
     "1: model TFLOP/s per GPU, GB300, MXFP8; another implementation, layer-wise, with AdamW's collectives"
 )
+_DION = (
+    "github.com/microsoft/dion/pull/70, comment of 2026-04-29: 5.8 % of a step of 452 ms, Gram form, FSDP2; "
+    "assumed are the sizes of its layers, and tokens"
+)
 _CANZONA = "arXiv 2602.06079, abstract: against a synchronous layer-wise baseline, on 256 GPUs that it does not name"
 
 
@@ -42,6 +46,7 @@ def _tower(name: str, hidden: int, inner: int, layers: int, heads: int, shared: 
 QWEN_1_5B = _llama("qwen2", 1536, 8960, 28, 12, 2, 151936)
 QWEN_7B = _llama("qwen2", 3584, 18944, 28, 28, 4, 152064, tie_word_embeddings=False)
 QWEN_VL_3B = _llama("qwen2", 2048, 11008, 36, 16, 2, 151936)
+LLAMA_1B = _llama("llama", 2048, 8192, 16, 32, 8, 50304)  # 1.07B, as dion's "mixformer-1b" is called 1.06B
 LLAMA_3B = _llama("llama", 3072, 8192, 28, 24, 8, 128256)
 LLAMA_8B = _llama("llama", 4096, 14336, 32, 32, 8, 128256, tie_word_embeddings=False)
 QWEN_32B = _llama("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128, tie_word_embeddings=False)
@@ -64,13 +69,7 @@ KIMI_K2 = _llama(
 )  # fmt: skip
 
 _A800 = hardware("a800")
-# GB300 NVL72: 72 GPUs share NVLink, of which a job takes 64. From NVIDIA's data sheet: 2.5 PFLOP/s in bf16, dense, of
-# which Newton–Schulz is made; 8 TB/s, of which nine tenths are achieved; NVLink 5 at 900 GB/s each way, of which NCCL
-# gets the part that it gets of NVLink 4; one 800 Gb/s adapter per GPU.
-_GB300 = hardware(
-    "h200", device_sms=160, device_peak_flops=2.5e15, device_memory_bandwidth=7.2e12, device_memory=288 * 10**9,
-    intra_bandwidth=740e9, inter_bandwidth=92e9, gpus_per_node=64,
-)  # fmt: skip
+_GB300 = hardware("gb300")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +82,7 @@ class Case:
         over_s: published seconds of ``over``; None where ``over_flops`` says it.
         over_flops: published model FLOP/s of one GPU with ``over``.
         muon_share: published FLOPs of Newton–Schulz over those of the model, which tell the tokens.
+        tokens: of a rank, where the source says it; 0: as many as the above implies.
         once: weights are gathered once a step, as with ``reshard_after_forward=False``.
         fitted: whether terms are fitted to it; otherwise it is only compared.
     """
@@ -99,6 +99,8 @@ class Case:
     muon_share: float | None = None
     grid: Mapping[str, int] = field(default_factory=dict)
     pp: int = 1
+    tokens: int = 0
+    sequence: int = 4096
     once: bool = False
     fitted: bool = True
 
@@ -134,10 +136,19 @@ CASES = (
         muon_share=51 / 1029, grid={"world": 64}, pp=4, once=True,
     ),
     Case(
+        "1.06B, 8 B200", LLAMA_1B, hardware("b200"), "exchanged", 0.058 / 0.942, _DION, over_s=0.942 * 0.452,
+        grid={"world": 8}, fitted=False,
+    ),
+    Case(
         "Qwen3-32B, 256 GPUs (as H100)", QWEN_32B, hardware("h100"), "dedicated", 1 / 1.57 - 1, _CANZONA, over="gather",
         grid={"world": 256, "replicate": 32}, fitted=False,
     ),
 )  # fmt: skip
+
+# Published ratios of optimizer steps of one implementation: duplicated, and by owners. The model is not named by the
+# first source, and stands for it here; its dense matrices lie over 16 ranks, its experts over 8 times 2.
+_MEGATRON = "github.com/NVIDIA/Megatron-LM/issues/6676, 32 GB300, TP2 × GTP8, experts EP8 × 2: 632 and 157 ms"
+HOMES = (("as Qwen3-30B-A3B", QWEN_30B, 632 / 157, _MEGATRON), ("as Kimi K2", KIMI_K2, 632 / 157, _MEGATRON))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 from dmuon.model.config import read_model
 from dmuon.solver import Matrix, Rank, SolveOptions, plan
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology
-from dmuon.tools.simulation.prediction import ERROR, Way, meshes, recommend, verdict
+from dmuon.tools.simulation.prediction import ERROR, Way, meshes, recommend
 from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
 from dmuon.tools.simulation.wave_model import wave_costs
 
@@ -57,7 +57,7 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
             found = recommend(scenario, [*meshes(scenario.topology)])
             adamw, taken = found.adamw, found.ways[0]
             overhead = taken.step_s / adamw.step_s - 1
-            result = verdict(overhead) if taken.fits else "does not fit"
+            result = taken.over(adamw) if taken.fits else "does not fit"
             print(
                 f"{path.stem:<18}{world:>6}{1e3 * adamw.step_s:>10.1f}{_place(taken):>18} "
                 f"{taken.residency:<10}  {result}"

@@ -1,1 +1,1 @@
-"""What ``bench/gpu_kernels.py`` times."""
+"""What ``bench/gpu_kernels.py`` and ``bench/gpu_hour.py`` time."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from common.results import write_json
 
-SECTIONS = ("products", "sums", "shapes", "models", "targets", "faults")
+SECTIONS = ("products", "shapes", "models", "faults")
 
 
 class DeviceLost(RuntimeError):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dmuon.kernels import (
     Variant,
+    backend_fault,
     batch_size,
     choose_variant,
     coefficient_sequence,
@@ -28,7 +29,8 @@ from gpu.settings import Settings, relative
 MODELS = ("qwen2.5-7b", "llama-3-8b", "pi0", "gpt2-1.5b")
 POLAR = coefficient_sequence("polar_express", 5)
 (CLASSIC,) = coefficient_sequence("classic", 1)
-OTHERS = ("cuBLAS standard", "cuBLAS gram", "torch.optim.Muon", "gram-newton-schulz")
+PEERS = ("torch.optim.Muon", "gram-newton-schulz")
+OTHERS = ("cuBLAS standard", "cuBLAS gram", "quack", *PEERS)
 
 
 def time_models(settings: Settings, journal: Journal, deadline: float) -> None:
@@ -73,7 +75,7 @@ def _time_shape(settings: Settings, journal: Journal, shape: tuple[int, int], k:
     exact = orthogonalize(x[:1].double(), method="standard")
     programs = _programs(settings, x, rule)
     errors = {}
-    for name in ("dmuon", *OTHERS[:2]):  # others use other coefficients: theirs are no errors against ours
+    for name in programs.keys() - PEERS:  # these use other coefficients: theirs are no errors against ours
         with journal.guarded(f"{what}: {name}, error"):
             errors[name] = relative(programs[name]()[:1], exact)
     times = settings.medians(programs, journal, what, OTHERS)
@@ -89,13 +91,15 @@ def _programs(settings: Settings, x: Tensor, rule: Variant) -> dict[str, Callabl
     def ours(variant: Variant) -> Callable[[], Tensor]:
         return lambda: run(normalize(x, torch.float16, 0.0)[0], variant, POLAR, torch.float16)
 
-    def cublas(method: Any) -> Callable[[], Tensor]:
-        return ours(choose_variant(shape, k, POLAR, torch.float16, settings.device, method=method, backend="torch"))
+    def by(backend: Any, method: Any) -> Callable[[], Tensor]:
+        return ours(choose_variant(shape, k, POLAR, torch.float16, settings.device, method=method, backend=backend))
 
+    quack = backend_fault("quack", settings.device, torch.float16) is None
     return {
         "dmuon": ours(rule),
-        "cuBLAS standard": cublas("standard"),
-        "cuBLAS gram": cublas("gram"),
+        "cuBLAS standard": by("torch", "standard"),
+        "cuBLAS gram": by("torch", "gram"),
+        **({"quack": by("quack", "gram")} if quack else {}),
         **_peers(x),
     }
 

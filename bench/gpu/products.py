@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dmuon.kernels.symmetric_tiles import Work, default_config
 from dmuon.kernels.symmetric_triton import symmetric_product
@@ -19,7 +18,6 @@ from gpu.settings import Settings
 SIDES = (4096, 8192, 2048, 1024, 512)  # what carries the targets comes first: time may end
 DEPTHS = (1, 4)  # inner dimension over side: squares of the Gram form, and XXᵀ of a wide matrix
 CUBLAS = ("cuBLAS", "cuBLAS in place")
-SUM = (1.5, -0.5, 0.25, -2.0)  # weights of addends
 
 
 def time_products(settings: Settings, journal: Journal, deadline: float) -> None:
@@ -36,16 +34,6 @@ def time_products(settings: Settings, journal: Journal, deadline: float) -> None
             row, line = _row(k, m, depth * m, times)
             row["by_rule"] = _rule(settings, k, m, depth * m, 1 if depth == 1 else 0)
             journal.add("products", row, line)
-    for m in sides:
-        if time.monotonic() > deadline:
-            return
-        k = max(2, 4 * 4096**2 // (settings.scale * m) ** 2)
-        what = f"square and {len(SUM)} addends {k}x{m}"
-        with journal.guarded(what):
-            times = settings.medians(_sums(settings, k, m), journal, what, CUBLAS)
-            row, line = _row(k, m, m, times)
-            row["by_rule"] = _rule(settings, k, m, m, len(SUM))
-            journal.add("sums", row, f"{what}: {line}")
 
 
 def _rule(settings: Settings, k: int, m: int, p: int, addends: int) -> str:
@@ -55,27 +43,6 @@ def _rule(settings: Settings, k: int, m: int, p: int, addends: int) -> str:
     properties = torch.cuda.get_device_properties(settings.device)
     work = Work(k, m, p, torch.float16, addends, properties.multi_processor_count)
     return str(default_config(work, (properties.major, properties.minor)))
-
-
-def _sums(settings: Settings, k: int, m: int) -> dict[str, Callable[[], object]]:
-    """A square with addends and the identity, as in blocks of squares, in one launch, or by cuBLAS and passes."""
-    x = (settings.gaussian(k, m, m) / m**0.5).half()
-    s = x @ x.mT
-    addends = [s, *(s.clone() for _ in SUM[1:])]
-    out = torch.empty_like(s)
-
-    def theirs() -> Tensor:
-        torch.baddbmm(addends[0], s, s, beta=SUM[0], alpha=0.5, out=out)
-        for weight, addend in zip(SUM[1:], addends[1:], strict=True):
-            out.add_(addend, alpha=weight)
-        out.diagonal(dim1=-2, dim2=-1).add_(0.3)
-        return out
-
-    options = {"addends": addends, "betas": SUM, "alpha": 0.5, "identity": 0.3}
-    ours = partial(symmetric_product, s, s, **options, out=out, b_symmetric=True)
-    return {"cuBLAS": theirs} | {
-        str(config): partial(ours, config=config) for config in settings.configs(m, m, s.dtype)
-    }
 
 
 def _programs(settings: Settings, k: int, m: int, depth: int) -> dict[str, Callable[[], object]]:

@@ -24,8 +24,8 @@ DEVICE = replace(hardware.HARDWARE["h200"].device, peak_flops=1.0, memory_bandwi
 def network(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     figures = getattr(request, "param", SLOW)
 
-    def travel(_: object, kind: str, ring: hardware.Ring, nbytes: float, calls: int = 1) -> hardware.Travel:
-        return hardware.Travel(0.0, calls * figures[kind] if ring.size > 1 and nbytes else 0.0)
+    def travel(_: object, kind: str, ring: hardware.Ring, nbytes: float, calls: int = 1) -> tuple[float, float]:
+        return 0.0, calls * figures[kind] if ring.size > 1 and nbytes else 0.0
 
     monkeypatch.setattr(step, "travel", travel)
 

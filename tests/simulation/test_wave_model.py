@@ -38,7 +38,7 @@ def test_one_tile_after_the_other_takes_as_long_as_the_operations_that_the_kerne
     """On a device of one processor whose memory and launches take no time; tiles of halves run at 0.75 of the rate."""
     one = replace(H200, sms=1, launch_s=1e-30, memory_bandwidth=1e30)
     table = wave_costs(one, {shape: 1}, options=NsOptions(steps=steps))
-    seconds = flops(shape, steps) / (one.peak_flops * one.matmul_efficiency)
+    seconds = flops(shape, steps) / (one.peak_flops * one.matmul_efficiency * one.sustained)
     assert 0.5 / 0.75 <= table.costs[shape][1] / (1e9 * seconds) <= 1 / 0.75
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,11 @@ class Device:
         name: what people call it.
         sms: streaming multiprocessors.
         peak_flops: dense fp16 or bf16 tensor-core rate, FLOP/s.
-        matmul_efficiency: part of the peak that large matrix products reach.
+        matmul_efficiency: part of the peak that large matrix products reach in a short run.
         memory_bandwidth: achievable, bytes/s.
-        launch_s: seconds per kernel launch.
         memory: bytes.
+        sustained: part of that rate which is left at the clocks that power allows, product after product.
+        launch_s: seconds per kernel launch.
     """
 
     name: str
@@ -33,6 +34,9 @@ class Device:
     matmul_efficiency: float
     memory_bandwidth: float
     memory: int
+    # By which products from 4096 on take as long as others published of H100 and H800 (bench/simulate.py --products),
+    # at clocks that they do not name. Judgement: so it is on Blackwell, of which nobody published any.
+    sustained: float = 0.6
     # Judgement: PyTorch queues a kernel in a few microseconds; the GPU starts one in less.
     launch_s: float = 4e-6
 
@@ -70,7 +74,7 @@ def hardware(name: str, /, **overrides: float) -> Hardware:
 
     Raises:
         ValueError: the preset or a figure's name is unknown, or a value is not finite and positive (a count:
-            not a positive whole number; the efficiency: above 1).
+            not a positive whole number; a part of a rate: above 1).
     """
     if name not in HARDWARE:
         raise ValueError(f"hardware {name!r} is unknown; use one of {', '.join(HARDWARE)}")
@@ -82,7 +86,7 @@ def hardware(name: str, /, **overrides: float) -> Hardware:
             raise ValueError(f"{flat} is no figure of the hardware; use one of {', '.join((*known, 'gpus_per_node'))}")
         if not is_number(value) or not (math.isfinite(value) and value > 0):
             raise ValueError(f"{flat}={value!r} must be finite and positive; give it in bytes, FLOP and seconds")
-        if flat.endswith("efficiency") and value > 1:
+        if flat.endswith(("efficiency", "sustained")) and value > 1:
             raise ValueError(f"{flat}={value!r} must be at most 1; give the part of the peak that is reached")
         if flat in ("device_sms", "device_memory", "gpus_per_node"):
             if not float(value).is_integer():
@@ -105,6 +109,10 @@ _NVLINK_4, _NDR = Link(_NVLINK_S, 370e9), Link(_NETWORK_S, 46e9)
 # NVIDIA H100 architecture whitepaper: 132 SMs in the SXM5 module; the H200 has the same chip. Their datasheets: 1,979
 # TFLOP/s with sparsity; dense is half of it.
 _HOPPER_SMS, _HOPPER_PEAK = 132, 989.5e12
+# The A100's whitepaper: 108 SMs; its datasheet: 312 TFLOP/s dense, 80 GB, and 2,039 GB/s, of which 90 % by judgement;
+# stas00/ml-engineering: 86.9 % on an A100 SXM. What is sustained is by published products of the A100, as above.
+# NVIDIA in NCCL issue 412: 24 GB/s per 200 Gb/s NIC; judgement: one NIC per GPU.
+_A100, _HDR = Device("A100", 108, 312e12, 0.87, 1.8e12, 80 * 10**9, 0.85), Link(_NETWORK_S, 24e9)
 
 HARDWARE: Mapping[str, Hardware] = {
     # Measured on one H200: 790 TFLOP/s in bf16, 8192 on every side, and a copy at 4.3 TB/s, of 4.8 TB/s by its
@@ -126,15 +134,9 @@ HARDWARE: Mapping[str, Hardware] = {
     ),
     # As the A800 below, but for NVLink 3, at 300 GB/s each way by the datasheet of the A100 SXM. Judgement: NCCL
     # reaches the part that it reaches of the A800's.
-    "a100": Hardware(
-        Device("A100", 108, 312e12, 0.87, 1.8e12, 80 * 10**9), Link(_NVLINK_S, 240e9), Link(_NETWORK_S, 24e9)
-    ),
-    # The A800 has the chip of the A100. Its whitepaper: 108 SMs; its datasheet: 312 TFLOP/s dense, 80 GB, and 2,039
-    # GB/s, of which 90 % by judgement; stas00/ml-engineering: 86.9 % on an A100 SXM. NVIDIA in NCCL issue 412: 160 GB/s
-    # in a node of eight A800, of 200 GB/s, and 24 GB/s per 200 Gb/s NIC; judgement: one NIC per GPU.
-    "a800": Hardware(
-        Device("A800", 108, 312e12, 0.87, 1.8e12, 80 * 10**9), Link(_NVLINK_S, 160e9), Link(_NETWORK_S, 24e9)
-    ),
+    "a100": Hardware(_A100, Link(_NVLINK_S, 240e9), _HDR),
+    # The A800 has the chip of the A100. NVIDIA in NCCL issue 412: 160 GB/s in a node of eight A800, of 200 GB/s.
+    "a800": Hardware(replace(_A100, name="A800"), Link(_NVLINK_S, 160e9), _HDR),
 }
 
 
@@ -203,10 +205,6 @@ class Topology:
     def nodes(self) -> int:
         return -(-self.world // self.gpus_per_node)
 
-    def coordinate(self, rank: int) -> tuple[int, int]:
-        """Replica and shard of a rank."""
-        return divmod(rank // self.tp, self.shard)
-
     def rings(self) -> dict[Group, Ring]:
         """The groups of each kind, by the one over most nodes.
 
@@ -225,20 +223,10 @@ class Topology:
         }
 
 
-class Travel(NamedTuple):
-    """How long something is on its way, in seconds.
+def travel(hardware: Hardware, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> tuple[float, float]:
+    """Latency of ``calls`` collectives of one kind in one launch, and how long a link carries ``nbytes`` of them all.
 
-    Attributes:
-        latency: while it passes, links carry what others send.
-        busy: for which a link carries the bytes.
-    """
-
-    latency: float
-    busy: float
-
-
-def travel(hardware: Hardware, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
-    """How long ``calls`` collectives of one kind in one launch take, over ``nbytes`` together.
+    While the latency passes, links carry what others send.
 
     ``α · hops + bytes / bandwidth`` per link class, collectives as pipelined rings. A ring visits each node once:
     ``nodes - 1`` hops are between nodes, the others inside. It leaves a node over as many network adapters as it has
@@ -255,7 +243,7 @@ def travel(hardware: Hardware, kind: Collective, ring: Ring, nbytes: float, call
             all-to-all it is the most that a rank has for all members of the group.
     """
     if ring.size == 1 or calls == 0 or nbytes == 0:
-        return Travel(0.0, 0.0)
+        return 0.0, 0.0
     intra, inter = hardware.intra, hardware.inter
     around = (ring.nodes - 1) * inter.latency_s + (ring.size - ring.nodes) * intra.latency_s
     bandwidth = intra.bandwidth
@@ -264,16 +252,16 @@ def travel(hardware: Hardware, kind: Collective, ring: Ring, nbytes: float, call
     busy, part = nbytes / bandwidth, (ring.size - 1) / ring.size
     match kind:
         case "broadcast" | "reduce":
-            return Travel(around + (calls - 1) * intra.latency_s, busy)
+            return around + (calls - 1) * intra.latency_s, busy
         case "all_gather" | "reduce_scatter":
-            return Travel(calls * around, part * busy)
+            return calls * around, part * busy
         case "all_reduce":
             levels = math.ceil(math.log2(ring.nodes))
             chain = -(-ring.size // ring.nodes) - 1
             tree = levels * inter.latency_s + chain * intra.latency_s
-            return Travel(2 * calls * min(around, tree), 2 * part * busy)
+            return 2 * calls * min(around, tree), 2 * part * busy
         case "all_to_all":
             link = intra if ring.nodes == 1 else inter
             near = ring.size // ring.nodes if ring.nodes > 1 else 1  # members that this link does not lead to
             away = nbytes * (ring.size - near) / ring.size
-            return Travel(link.latency_s + (ring.size - 1) * calls * _MESSAGE_S, away / link.bandwidth)
+            return link.latency_s + (ring.size - 1) * calls * _MESSAGE_S, away / link.bandwidth

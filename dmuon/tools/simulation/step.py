@@ -301,7 +301,7 @@ def owned_elements(scenario: Scenario) -> NDArray[np.float64]:
     index = {block.name: i for i, block in enumerate(scenario.workload.blocks)}
     owned = np.zeros((len(index), topology.replicate, topology.shard))
     for m in scenario.plan.matrices:
-        replica, shard = topology.coordinate(scenario.plan.owners[m.name])
+        replica, shard = divmod(scenario.plan.owners[m.name] // topology.tp, topology.shard)
         owned[index[m.block], replica, shard] += m.rows * m.cols / topology.tp
     return owned
 

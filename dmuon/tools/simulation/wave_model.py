@@ -163,6 +163,6 @@ def _update_ns(device: Device, shape: Shape, k: int, sequence: Polynomial, dtype
 def product_s(device: Device, product: Product, k: int) -> float:
     """Seconds of one product of a batch of ``k``, without its launch."""
     waves = math.ceil(k * product.tiles / device.sms)
-    rate = device.peak_flops * device.matmul_efficiency * (_HALVES_RATE if product.halves else 1)
+    rate = device.peak_flops * device.matmul_efficiency * device.sustained * (_HALVES_RATE if product.halves else 1)
     tile_s = 2 * _TILE**2 * product.inner * device.sms / rate
     return max(waves * tile_s, k * product.moved_bytes / device.memory_bandwidth)

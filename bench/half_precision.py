@@ -10,16 +10,16 @@ Prints the validation loss over the steps per seed, and the difference from fp32
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common.results import origin, write_json
+from common.harness import Record, run
+from common.options import Options
 from torch import Tensor, nn
 from tqdm import tqdm
 from training.data import EVALUATION_WINDOWS, Corpus, load_corpus
@@ -136,47 +136,53 @@ def compare(curves: dict[str, list[list[float]]]) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="some of them, fp32 among them")
-    parser.add_argument("--squares-lr", type=float, default=1.0, help="of fp16 squares, over that of the others")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(argv)
+@dataclass(frozen=True, slots=True)
+class Settings(Options):
+    steps: int = 300
+    seeds: tuple[int, ...] = (0, 1, 2)
+    layers: int = 2
+    width: int = 128
+    context: int = 64
+    batch: int = 16
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    squares_lr: float = 1.0
+
+
+def measure(settings: Settings) -> Record:
     torch.set_num_threads(1)
-    config = GPTConfig(arguments.layers, arguments.width, 4, arguments.context)
+    config = GPTConfig(settings.layers, settings.width, 4, settings.context)
     corpus = load_corpus(None, config.context)
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
-    precisions = arguments.precisions.split(",")
-    if "fp32" not in precisions or not set(precisions) <= PRECISIONS.keys():
-        parser.error(f"--precisions must be some of {', '.join(PRECISIONS)}, and fp32 among them")
-    rates = dict.fromkeys(PRECISIONS, LR) | {"fp16 squares": LR * arguments.squares_lr}
+    rates = dict.fromkeys(PRECISIONS, LR) | {"fp16 squares": LR * settings.squares_lr}
     curves = {
         precision: [
-            train(precision, seed, config, corpus, arguments.steps, arguments.batch, rates[precision]) for seed in seeds
+            train(precision, seed, config, corpus, settings.steps, settings.batch, rates[precision])
+            for seed in settings.seeds
         ]
-        for precision in precisions
+        for precision in settings.precisions
     }
-    found = compare(curves)
-    for name, of_seeds in curves.items():
-        for seed, curve in zip(seeds, of_seeds, strict=True):
-            print(f"{name:<12} seed {seed}  " + " ".join(f"{loss:.3f}" for loss in curve))
-    print(f"final losses of fp32 differ over seeds by {found['seed_spread']:.4f} (standard deviation)")
-    for name, difference in found["difference"].items():
-        largest = found["largest_in_second_half"][name]
-        print(f"{name}: {difference:+.4f} from fp32 on average, at most {largest:.4f} in the second half of a run")
-    if arguments.json:
-        sizes = {
-            name: getattr(arguments, name) for name in ("steps", "layers", "width", "context", "batch", "squares_lr")
-        }
-        about = {**origin(), **sizes, "seeds": seeds, "corpus": corpus.name}
-        write_json(arguments.json, {**about, "curves": curves, **found})
-    return 0
+    return {"corpus": corpus.name, "curves": curves, **compare(curves)}
+
+
+def table(record: Record) -> str:
+    lines = []
+    for name, of_seeds in record["curves"].items():
+        for seed, curve in zip(record["settings"]["seeds"], of_seeds, strict=True):
+            lines.append(f"{name:<12} seed {seed}  " + " ".join(f"{loss:.3f}" for loss in curve))
+    lines.append(f"final losses of fp32 differ over seeds by {record['seed_spread']:.4f} (standard deviation)")
+    for name, difference in record["difference"].items():
+        largest = record["largest_in_second_half"][name]
+        lines.append(
+            f"{name}: {difference:+.4f} from fp32 on average, at most {largest:.4f} in the second half of a run"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    def fault(settings: Settings) -> str:
+        return "" if "fp32" in settings.precisions else "--precisions: fp32 must be among them"
+
+    choices = {"precisions": PRECISIONS}
+    return run(Settings, __doc__, argv, measure, table, choices=choices, least={"steps": 1}, fault=fault)
 
 
 if __name__ == "__main__":

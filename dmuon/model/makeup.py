@@ -104,7 +104,7 @@ def known_spec(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) ->
     form = stored_form(module, name, param)
     if form is None:
         return None
-    rows = param.shape[1] if param.ndim == 3 and not form.flattened else _outputs(form, param.shape)
+    rows = param.shape[form.dim if param.ndim == 3 and not form.flattened else form.dim - 1]
     found = _listed(tree, module, name)
     if found is None:
         return _halves_of_glu(tree, module, name, param, form)
@@ -118,12 +118,8 @@ def known_spec(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) ->
     return spec
 
 
-def is_listed(tree: ModuleTree, module: nn.Module, name: str) -> bool:
-    """Whether it is known what the class holds there, be the sizes as they should or not."""
-    return _listed(tree, module, name) is not None
-
-
 def _listed(tree: ModuleTree, module: nn.Module, name: str) -> tuple[nn.Module, Rule] | None:
+    """What is known of the classes that hold it, be the sizes as they should or not."""
     for owner, path in reversed(tree.above(module, name)):
         numbered = ".".join("#" if part.isdigit() else part for part in path.split("."))
         for rule in _BY_PATH.get(numbered, ()):
@@ -175,23 +171,13 @@ def is_transposed_linear(module: nn.Module) -> bool:
     return any(base.__name__ == "Conv1D" for base in type(module).__mro__) and not isinstance(module, _ConvNd)
 
 
-def _outputs(form: MatrixSpec, shape: Sequence[int]) -> int:
-    if form.flattened:
-        return shape[0]
-    return shape[1] if form.transposed else shape[0]
-
-
 def _is_of(owner: nn.Module, rule: Rule) -> bool:
     """Whether ``owner`` is of one of the rule's classes, or made from one, as FSDP2 and users do."""
     return any(
-        fnmatchcase(base.__name__, pattern) and _is_from(base, rule.package)
+        fnmatchcase(base.__name__, pattern) and f"{base.__module__}.".startswith(rule.package)
         for base in type(owner).__mro__
         for pattern in rule.classes
     )
-
-
-def _is_from(base: type, package: str) -> bool:
-    return not package or f"{base.__module__}.".startswith(package)
 
 
 # -- which matrices, or why none --------------------------------------------------------------------------------------
@@ -235,7 +221,11 @@ def makeup_of(tree: ModuleTree, param: Tensor, sites: Sequence[Holder]) -> Makeu
         _why_no_layer(tree, module, name, param, is_known=found is not None)
         for (module, name), found in zip(sites, specs, strict=True)
     ]
-    unfit = why_no_tensor(param) or next((why for why in reasons if why is not None), None)
+    unfit = next((why for why in reasons if why is not None), None)
+    if not param.is_floating_point():
+        unfit = f"{param.dtype}, not floating point"
+    elif param.numel() == 0:
+        unfit = "empty"
     is_layer = any(
         isinstance(module, _ConvNd) or (param.ndim == 2 and why is None)
         for (module, _), why in zip(sites, reasons, strict=True)
@@ -257,13 +247,6 @@ def declared_embeddings(model: nn.Module) -> list[tuple[Tensor, str]]:
         if weight is not None:
             declared.append((weight, reason))
     return declared
-
-
-def why_no_tensor(param: Tensor) -> str | None:
-    """Why Muon would not take a tensor of any shape."""
-    if not param.is_floating_point():
-        return f"{param.dtype}, not floating point"
-    return "empty" if param.numel() == 0 else None
 
 
 def _why_no_layer(tree: ModuleTree, module: nn.Module, name: str, param: Tensor, *, is_known: bool) -> str | None:
@@ -380,9 +363,8 @@ def _form(module: nn.Module, name: str, param: Tensor) -> MatrixSpec | None:
 
 def _is_meant(tree: ModuleTree, module: nn.Module, name: str, param: Tensor, form: MatrixSpec) -> bool:
     """Whether who wrote the class must have meant several matrices, be it listed with other sizes or named so."""
-    return (
-        is_listed(tree, module, name) or _is_named(tree, module, name, param, form, _FUSED) or _is_of_glu(tree, module)
-    )
+    is_listed = _listed(tree, module, name) is not None
+    return is_listed or _is_named(tree, module, name, param, form, _FUSED) or _is_of_glu(tree, module)
 
 
 def _is_named(

@@ -253,7 +253,10 @@ def _route(
                 if muon:
                     _require_selectable(fqn, param, sites, spec)
         if muon:
-            fault = _why_reparametrized(fqn, sites) or (_why_fused(tree, fqn, param, sites) if guessed else None)
+            fault = _why_reparametrized(fqn, sites)
+            for module, name in sites if guessed and fault is None else ():
+                if fault is None and (why := refusal(tree, module, name, param, fqn)) is not None:
+                    fault = f"parameter {fqn!r} {why}"
             if fault is not None and param.requires_grad:
                 raise ValueError(fault)
         spec = spec if muon else MatrixSpec()
@@ -331,13 +334,12 @@ def _hidden(
     for _, param, sites in params:
         makeup = makeups.get(id(param), _VECTOR)
         reason = _why_never(param, sites, embeddings) or left.get(id(param)) or makeup.unfit
-        decided[id(param)] = (reason is None, reason or f"{_counted(param, makeup.spec)} {within}")
+        if reason is None:
+            count = len(makeup.spec.matrices(param.shape))
+            decided[id(param)] = True, f"{'matrix' if count == 1 else f'{count} matrices'} {within}"
+        else:
+            decided[id(param)] = False, reason
     return decided
-
-
-def _counted(param: nn.Parameter, spec: MatrixSpec) -> str:
-    count = len(spec.matrices(param.shape))
-    return "matrix" if count == 1 else f"{count} matrices"
 
 
 def _outside(params: Sequence[_Named], blocks: Sequence[NamedModule]) -> dict[int, str]:
@@ -403,33 +405,18 @@ def _refuse_sparse(fqn: str, param: nn.Parameter, sites: _Sites) -> None:
 def _why_reparametrized(fqn: str, sites: _Sites) -> str | None:
     for module, name in sites:
         source = reparametrized(module, name)
-        if source is not None:
-            return (
-                f"parameter {fqn!r} is parametrized by {source}: what Muon makes orthogonal would not be the layer's "
-                f"weight. Remove the parametrization ({_removal(module)}), or keep it on AdamW with "
-                f"exclude={_parametrized_alike(module)!r}, or with select=…"
-            )
+        if source is None:
+            continue
+        removal, alike = "torch.nn.utils.parametrize.remove_parametrizations", ["*.parametrizations.*"]
+        if not isinstance(module, ParametrizationList):
+            removal = "torch.nn.utils.remove_weight_norm or remove_spectral_norm"
+            alike = [f"*.{other}" for other in module._parameters if reparametrized(module, other) is not None]
+        return (
+            f"parameter {fqn!r} is parametrized by {source}: what Muon makes orthogonal would not be the layer's "
+            f"weight. Remove the parametrization ({removal}), or keep it on AdamW with exclude={alike!r}, or with "
+            "select=…"
+        )
     return None
-
-
-def _removal(module: nn.Module) -> str:
-    return (
-        "torch.nn.utils.parametrize.remove_parametrizations"
-        if isinstance(module, ParametrizationList)
-        else "torch.nn.utils.remove_weight_norm or remove_spectral_norm"
-    )
-
-
-def _parametrized_alike(module: nn.Module) -> list[str]:
-    """For ``exclude``: all parameters of the model that are parametrized in the same way."""
-    if isinstance(module, ParametrizationList):
-        return ["*.parametrizations.*"]
-    return [f"*.{name}" for name in module._parameters if reparametrized(module, name) is not None]
-
-
-def _why_fused(tree: ModuleTree, fqn: str, param: nn.Parameter, sites: _Sites) -> str | None:
-    faults = (refusal(tree, module, name, param, fqn) for module, name in sites)
-    return next((f"parameter {fqn!r} {fault}" for fault in faults if fault is not None), None)
 
 
 # -- what a user keeps on AdamW, leaving the rest to the default rule ------------------------------------------------
@@ -449,7 +436,15 @@ def exclusion(exclude: Exclude | None, names: Sequence[str]) -> _Predicate:
     if exclude is None:
         return lambda fqn, module, param: False
     if callable(exclude):
-        return _checked(exclude)
+        decide = exclude
+
+        def predicate(fqn: str, module: nn.Module, param: nn.Parameter) -> bool:
+            answer = decide(fqn, module, param)
+            if not isinstance(answer, bool):
+                raise TypeError(f"exclude({fqn!r}, …) returned {answer!r}; return True to keep it on AdamW, or False")
+            return answer
+
+        return predicate
     if isinstance(exclude, str) or not isinstance(exclude, Sequence) or not all(isinstance(p, str) for p in exclude):
         raise TypeError(
             f"exclude must be a function of (fqn, module, param) or a list of patterns of names, got {exclude!r}"
@@ -459,16 +454,6 @@ def exclusion(exclude: Exclude | None, names: Sequence[str]) -> _Predicate:
         if not any(_names(pattern, name) for name in names):
             raise ValueError(f"exclude: the pattern {pattern!r} names no parameter and no module of the model")
     return lambda fqn, module, param: any(_names(pattern, fqn) for pattern in patterns)
-
-
-def _checked(exclude: _Predicate) -> _Predicate:
-    def predicate(fqn: str, module: nn.Module, param: nn.Parameter) -> bool:
-        answer = exclude(fqn, module, param)
-        if not isinstance(answer, bool):
-            raise TypeError(f"exclude({fqn!r}, …) returned {answer!r}; return True to keep it on AdamW, or False")
-        return answer
-
-    return predicate
 
 
 def _names(pattern: str, fqn: str) -> bool:

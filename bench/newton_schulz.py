@@ -14,7 +14,7 @@ Modes: `models`, the shapes of `--models`, sides divided by `--scale`; `small`, 
 caches, which is where calls count; `bf16`; `squares`. All but `small` find the caches cold. A shape ends after
 `--seconds`, with three rounds at least.
 
-    python bench/newton_schulz.py --models ../shared/models
+    python bench/newton_schulz.py
     python bench/newton_schulz.py --mode small --rounds 400 --seconds 4
 """
 
@@ -69,7 +69,7 @@ Work = dict[str, tuple[Callable[[], Tensor], Any]]  # and the coefficients, or t
 @dataclass(frozen=True, slots=True)
 class Settings(Options):
     mode: str = "models"
-    models: str = "../shared/models"
+    models: str = "examples/models"
     scale: int = 8
     rounds: int = 15
     seconds: float = 3.0

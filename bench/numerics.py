@@ -24,6 +24,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,8 +33,10 @@ import torch
 from common.harness import Record, run
 from common.options import Options
 from common.results import columns
-from common.stress import FULL_SET, MARGIN, QUICK_SET, SMALL, Batch, stress_set
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
+from stress import FULL_SET, MARGIN, QUICK_SET, SMALL, Batch, stress_set
 
 import dmuon.kernels
 from dmuon.kernels import (

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup train test lint docs clean
+.PHONY: setup train test lint docs bench clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,24 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
+, := ,
+# What the pages quote, on two idle cores in about half an hour; then the figures in the pages.
+RECORD = $(VENV)/bin/python bench/$(1) --json bench/results/$(2).json
+bench: $(STAMP)
+	$(call RECORD,step.py --rounds 11,step-modes-cpu)
+	$(call RECORD,step.py --programs sweep,step-sweep-cpu)
+	$(call RECORD,step.py --programs ablation,ablation-cpu)
+	$(call RECORD,exchange.py,exchange-cpu)
+	$(call RECORD,exchange.py --sweep small --rounds 9,exchange-small-cpu)
+	$(call RECORD,memory.py,memory-cpu)
+	$(call RECORD,scale.py --ranks 8$(,)64$(,)1024$(,)4096$(,)16384 --matrices 224$(,)2048,scale)
+	$(call RECORD,planner_gaps.py --costs h200,planner-gaps-h200)
+	$(call RECORD,numerics.py,numerics)
+	$(call RECORD,newton_schulz.py,newton-schulz-cpu)
+	$(call RECORD,family.py --steps 100,family-cpu)
+	$(call RECORD,family.py --steps 300 --layers 2 --members standard$(,)fp16$(,)halves$(,)halves-squares,precisions-cpu)
+	$(VENV)/bin/python bench/figures.py --write
 
 clean:
 	rm -rf $(VENV) build *.egg-info runs

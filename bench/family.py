@@ -6,27 +6,34 @@
 
 Prints the validation loss of each seed, and the mean difference from the first member's, with its p-value: of all ways
 to change signs of the seeds' differences, the part whose mean is as far from zero. Learning rates are not tuned for
-each; ``member@lr`` is one with another rate of its matrices. ``torch`` is torch.optim.Muon, beside torch's AdamW.
+each; ``member@lr`` is one with another rate of its matrices. ``fp16`` is what CUDA runs with whole products, ``halves``
+with symmetric products computed by halves and mirrored, both emulated; ``standard`` is fp32 in the standard form.
+``torch`` is torch.optim.Muon, beside torch's AdamW.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from half_precision import validation_loss
-from training.data import Corpus, load_corpus
+from common.harness import Record, run
+from common.options import Options
+from common.results import columns
+from training.data import EVALUATION_WINDOWS, Corpus, load_corpus
 from training.model import GPT, GPTConfig
 from training.trainer import lr_factor
 
 import dmuon
+from dmuon.kernels import orthogonalize
 
+HALVES = {"dtype": torch.float16, "method": "gram", "backend": "split"}
 MEMBERS: dict[str, dict[str, Any]] = {
     "muon": {},
     "cautious": {"weight_decay_mode": "cautious"},
@@ -37,6 +44,9 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "fp16": {"ns_dtype": torch.float16},
     "squares": {"ns_coefficients": "squares"},
     "classic": {"ns_coefficients": "classic"},
+    "standard": {"orthogonalize": partial(orthogonalize, method="standard", backend="torch")},
+    "halves": {"orthogonalize": partial(orthogonalize, **HALVES)},
+    "halves-squares": {"orthogonalize": partial(orthogonalize, coefficients="squares", **HALVES)},
 }
 OTHERS = ("torch", "adamw")
 LR, ADAMW_LR = 8e-3, 1.5e-3
@@ -86,25 +96,49 @@ def train(member: str, seed: int, config: GPTConfig, corpus: Corpus, steps: int,
     return validation_loss(model, corpus, config.context)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--members", default="muon,cautious,independent,l2,normuon,bf16")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
-    args = parser.parse_args(argv)
+@torch.no_grad()
+def validation_loss(model: GPT, corpus: Corpus, context: int) -> float:
+    tokens, targets = corpus.evaluation_batch(torch.arange(0, EVALUATION_WINDOWS, 8), context)
+    return float(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(Options):
+    steps: int = 150
+    seeds: tuple[int, ...] = (0, 1, 2)
+    members: tuple[str, ...] = ("muon", "cautious", "independent", "l2", "normuon", "bf16")
+    width: int = 128
+    layers: int = 3
+
+
+def measure(settings: Settings) -> Record:
     torch.set_num_threads(1)
-    config = GPTConfig(args.layers, args.width, 4, 64)
+    config = GPTConfig(settings.layers, settings.width, 4, 64)
     corpus = load_corpus(None, config.context)
-    seeds, found = [int(seed) for seed in args.seeds.split(",")], dict[str, list[float]]()
-    for member in args.members.split(","):
-        found[member] = [train(member, seed, config, corpus, args.steps, 16) for seed in seeds]
-        differences = [a - b for a, b in zip(found[member], next(iter(found.values())), strict=True)]
-        losses = ", ".join(f"{loss:.3f}" for loss in found[member])
-        difference = f"{statistics.mean(differences):+.4f}  p {p_value(differences):.3f}"
-        print(f"{member:12} {statistics.mean(found[member]):.4f} ({losses})  {difference}", flush=True)
-    return 0
+    rows: dict[str, Record] = {}
+    for member in settings.members:
+        losses = [train(member, seed, config, corpus, settings.steps, 16) for seed in settings.seeds]
+        first = rows[settings.members[0]]["losses"] if rows else losses
+        differences = [a - b for a, b in zip(losses, first, strict=True)]
+        rows[member] = {"losses": losses, "loss": statistics.mean(losses), "spread": statistics.pstdev(losses)}
+        rows[member] |= {"difference": statistics.mean(differences), "p": p_value(differences)}
+    return {"corpus": corpus.name, "rows": rows}
+
+
+def table(record: Record) -> str:
+    shown = {
+        name: {**row, "by seed": ", ".join(f"{loss:.3f}" for loss in row["losses"])}
+        for name, row in record["rows"].items()
+    }
+    return columns(shown, {"loss": ".4f", "difference": "+.4f", "p": ".3f", "by seed": ""}, "member")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    def fault(settings: Settings) -> str:
+        unknown = [m for m in settings.members if m.partition("@")[0] not in (*MEMBERS, *OTHERS)]
+        return f"--members: {unknown[0]} is none of {', '.join((*MEMBERS, *OTHERS))}" if unknown else ""
+
+    return run(Settings, __doc__, argv, measure, table, least={"steps": 1}, fault=fault)
 
 
 if __name__ == "__main__":

@@ -13,24 +13,22 @@ model. The model is a GPT whose activations are small beside its weights.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import sys
-import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common.ranks import over_ranks, run_ranks
-from common.results import origin, write_json
-from torch import Tensor, nn
+from common.harness import Record, on_ranks, run
+from common.ledger import Live
+from common.options import RankOptions
+from common.ranks import over_ranks
+from common.results import columns
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from training.model import GPT, GPTConfig
 from training.trainer import adamw, sharded
 
@@ -40,41 +38,9 @@ CONFIG = GPTConfig(layers=8, width=192, heads=4, context=16)
 COLUMNS = ("held", "backward", "step")
 
 
-class Live(TorchDispatchMode):
-    """Follows the storages that are made inside; ``peak`` is the most bytes of them that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._counting = False  # before the first restart nobody asks
-        self._storages: dict[int, weakref.ref[Any]] = {}
-
-    def bytes(self) -> int:
-        alive = {key: (ref, found) for key, ref in self._storages.items() if (found := ref()) is not None}
-        self._storages = {key: ref for key, (ref, _) in alive.items()}
-        return sum(found.nbytes() for _, found in alive.values())
-
-    def restart(self) -> None:
-        self._counting = True
-        gc.collect()
-        self.peak = self.bytes()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor):
-                self._follow(leaf)
-        if self._counting:
-            self.peak = max(self.peak, self.bytes())
-        return found
-
-    def _follow(self, tensor: Tensor) -> None:
-        for name in ("_local_tensor", "elem"):
-            tensor = getattr(tensor, name, tensor)
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._storages or self._storages[key]() is None:
-            self._storages[key] = weakref.ref(storage)  # its size may change under it
+@dataclass(frozen=True, slots=True)
+class Settings(RankOptions):
+    world: int = 4
 
 
 Laid = tuple[nn.Module, torch.optim.Optimizer]
@@ -115,7 +81,7 @@ LAYOUTS: dict[str, Callable[[GPT, DeviceMesh], Laid]] = {
 }
 
 
-def measure(world: int, name: str) -> dict[str, float]:
+def measure_layout(world: int, name: str) -> dict[str, float]:
     """The three numbers of one layout, each of the rank that has most."""
     torch.manual_seed(0)
     with Live() as live:
@@ -142,24 +108,20 @@ def measure(world: int, name: str) -> dict[str, float]:
     return dict(zip(COLUMNS, counts, strict=True))
 
 
-def table(rank: int, world: int, out: Path | None) -> None:
-    """Prints a row of each layout, and writes all of them."""
-    rows = {name: measure(world, name) for name in LAYOUTS}
-    if rank == 0:
-        print(f"{'bytes a parameter and rank':<28}" + "".join(f"{column:>10}" for column in COLUMNS))
-        for name, row in rows.items():
-            print(f"{name:<28}" + "".join(f"{row[column]:>10.1f}" for column in COLUMNS))
-        if out is not None:
-            write_json(out, {"origin": origin(), "world": world, "rows": rows})
+def worker(rank: int, settings: Settings) -> Record:
+    return {"rows": {name: measure_layout(settings.world, name) for name in LAYOUTS}}
+
+
+def measure(settings: Settings) -> Record:
+    return on_ranks(worker, settings)
+
+
+def table(record: Record) -> str:
+    return columns(record["rows"], dict.fromkeys(COLUMNS, ".1f"), "bytes a parameter and rank")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=4, help="ranks (default 4)")
-    parser.add_argument("--json", type=Path, help="file to write")
-    args = parser.parse_args(argv)
-    run_ranks(args.world, table, args.world, args.json.resolve() if args.json else None)
-    return 0
+    return run(Settings, __doc__, argv, measure, table, least={"world": 1})
 
 
 if __name__ == "__main__":

@@ -7,15 +7,18 @@ every form and preset this reports, over a deterministic stress set: the largest
 directions whose singular value was at least 1e-3 of the Frobenius norm, matrices with NaN or inf, and the error
 relative to the exact result (the polynomial applied to fp64 singular values).
 
-    python bench/numerics.py [--quick] [--preset NAME] [--out bench/results/numerics]
+    python bench/numerics.py [--quick] [--preset NAME] [--json bench/results/numerics.json]
 
-Costs are in units of m³ multiply-adds: a full square product is 2, its lower half 1, and α is the ratio of the sides.
-Writes OUT.json and OUT.md.
+Presets run at five steps. Half: every symmetric product is its lower half, mirrored, and reads its right factor as the
+transpose, as the GPU's kernel does; full: whole products. V whole: but for the first ``V = R Z + aR`` after a restart,
+a whole product that is read as it is; so the library runs fp16 on GPUs. Two restart blocks of squares have the degrees
+33 and 65; full, each addend of a sum is rounded, half, each sum is rounded once. "On this CPU": bf16 multiplied as such
+where the CPU does. Safe: no NaN or inf, and σmax at most ``MARGIN`` above the exact one. Costs are in units of m³
+multiply-adds: a full square product is 2, its lower half 1, and α is the ratio of the sides.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
@@ -27,10 +30,15 @@ from typing import Any, Literal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from common.results import origin, write_report
-from common.stress import FULL_SET, MARGIN, QUICK_SET, SMALL, Batch, stress_set
+from common.harness import Record, run
+from common.options import Options
+from common.results import columns
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
+from stress import FULL_SET, MARGIN, QUICK_SET, SMALL, Batch, stress_set
+
+import dmuon.kernels
 from dmuon.kernels import (
     PRESETS,
     QUINTICS,
@@ -41,7 +49,6 @@ from dmuon.kernels import (
     carrier_dtype,
     coefficient_sequence,
     iterate,
-    run,
     safe_restarts,
 )
 from dmuon.kernels.arithmetic import Arithmetic, SplitArithmetic
@@ -158,7 +165,7 @@ class OnCpu(Form):
     def run(self, x: Tensor, steps: Steps | Squares) -> Tensor:
         assert not isinstance(steps, Squares)
         quintics = tuple((a, b, c) for a, b, c in steps)
-        return run(
+        return dmuon.kernels.run(
             x.to(carrier_dtype(x.device, self.dtype)), Variant("standard", (), "torch", len(x)), quintics, self.dtype
         )
 
@@ -203,7 +210,7 @@ class Quality:
     safe: bool = False
 
 
-def measure(batches: Sequence[Batch], form: Form, preset: str, steps: Steps | Squares, limit: float) -> Quality:
+def judge(batches: Sequence[Batch], form: Form, preset: str, steps: Steps | Squares, limit: float) -> Quality:
     result = Quality(form.name, preset, form.cost, half=form.halves)
     errors = []
     for batch in batches:
@@ -230,106 +237,48 @@ def measure(batches: Sequence[Batch], form: Form, preset: str, steps: Steps | Sq
 
 # -- report --------------------------------------------------------------------------------------------------
 
-ALPHAS = (1.0, 1.25, 1.5, 2.0, 2.67, 4.0, 5.4)
+COLUMNS = {"cost": "", "sigma_max": ".3f", "sigma_min": ".3f", "nan": "d", "rel_worst": ".1e", "rel_median": ".1e"}
+COLUMNS |= {"safe": "", "worst": ""}
 
 
-def cheapest(results: Sequence[Quality], preset: str, alpha: float) -> Quality:
-    """The cheapest safe fp16 form with half products; among equals, the one with the least σmax."""
-    allowed = [q for q in results if q.preset == preset and q.half and q.safe]
-    return min(allowed, key=lambda q: (q.cost[0] * alpha + q.cost[1], q.sigma_max))
+@dataclass(frozen=True, slots=True)
+class Settings(Options):
+    quick: bool = False
+    preset: str = "all"
 
 
-def format_cost(units: tuple[int, int]) -> str:
-    return f"{units[0]}α+{units[1]}"
-
-
-def report(results: Sequence[Quality], ideals: dict[str, float], count: int, machine: dict[str, str]) -> str:
-    lines = [
-        "# Newton–Schulz variants in half precision",
-        "",
-        f"{count} stress matrices, presets at five steps; fp16 and bf16 emulated (fp32 products, one rounding each).",
-        f"{machine['date']}, torch {machine['torch']}, {machine['cpu']}, one thread. `python bench/numerics.py`",
-        "",
-        "Presets run the library's iteration. Half: every symmetric product is its lower half, mirrored, and reads its",
-        "right factor as the transpose, as the GPU's kernel does. V whole: but for the first `V = R Z + aR` after a",
-        "restart, a whole product that is read as it is; so the library runs fp16 on GPUs. σmin is over",
-        f"directions whose singular value was ≥ {SMALL:g} of the Frobenius norm. Errors are relative to the exact",
-        "polynomial of the fp64 singular values. Cost in half products of m³ multiply-adds; α = long side / short.",
-        "On this CPU: bf16 multiplied as such where the CPU does.",
-        f"Safe: no NaN, and σmax ≤ exact σmax + {MARGIN}.",
-        "",
-        "## Cheapest safe variant with half products",
-        "",
-        f"| preset | {' | '.join(f'α = {alpha:g}' for alpha in ALPHAS)} |",
-        f"|---|{'---|' * len(ALPHAS)}",
-    ]
-    for preset in ideals:
-        cells = []
-        for alpha in ALPHAS:
-            q = cheapest(results, preset, alpha)
-            cells.append(f"{q.variant}: {q.cost[0] * alpha + q.cost[1]:.1f}")
-        lines.append(f"| {preset} | {' | '.join(cells)} |")
-    for preset, ideal in ideals.items():
-        lines += ["", f"## {preset}: exact σmax {ideal:.4f}, limit {ideal + MARGIN:.4f}", ""]
-        lines += [
-            "| variant | cost | σmax | σmin | NaN | worst error | median error | safe | worst matrix |",
-            "|---|--:|--:|--:|--:|--:|--:|---|---|",
-        ]
-        if preset == SQUARES.name:
-            lines[-2:-2] = [
-                "Two restart blocks of squares, degrees 33 and 65. Full: whole products, and each addend of a sum is",
-                "rounded. Half: lower halves, mirrored, and each sum is rounded once, as in the GPU's kernel.",
-                "",
-            ]
-        for q in results:
-            if q.preset == preset:
-                lines.append(
-                    f"| {q.variant} | {format_cost(q.cost)} | {q.sigma_max:.3f} | {q.sigma_min:.3f} | {q.nan} "
-                    f"| {q.rel_worst:.1e} | {q.rel_median:.1e} | {'yes' if q.safe else 'no'} | {q.worst} |"
-                )
-    return "\n".join(lines) + "\n"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small stress set")
-    parser.add_argument("--preset", choices=PRESETS, help="this one only (default: all)")
-    parser.add_argument("--out", type=Path, help="without suffix")
-    arguments = parser.parse_args(argv)
+def measure(settings: Settings) -> Record:
     torch.set_num_threads(1)
-    batches = stress_set(QUICK_SET if arguments.quick else FULL_SET)
-    count = sum(len(batch.names) for batch in batches)
-    results, ideals = [], {}
+    batches = stress_set(QUICK_SET if settings.quick else FULL_SET)
     cases: list[tuple[str, Form, Steps | Squares]] = [
         (preset, form, coefficient_sequence(preset, 5))
         for preset in QUINTICS
         for form in (*library_forms(), *cpu_forms())
     ]
     cases += [(SQUARES.name, form, SQUARES) for form in squares_forms()]
+    ideals: dict[str, float] = {}
+    results: dict[str, dict[str, Record]] = {}
     for preset, form, steps in cases:
-        if arguments.preset not in (None, preset):
-            continue
-        if preset not in ideals:
-            ideals[preset] = max(polynomial(batch.sigma, steps).max().item() for batch in batches)
-        q = measure(batches, form, preset, steps, ideals[preset] + MARGIN)
-        results.append(q)
-        print(
-            f"{preset:14} {q.variant:30} {format_cost(q.cost):>7}  σ [{q.sigma_min:.3f}, {q.sigma_max:.3f}]  "
-            f"NaN {q.nan:3}  error {q.rel_worst:.1e}, median {q.rel_median:.1e}  {'safe' if q.safe else ''}",
-            flush=True,
-        )
-    machine = origin()
-    text = report(results, ideals, count, machine)
-    print("\n" + "\n".join(text.splitlines()[13:20]))
-    if arguments.out is not None:
-        document: dict[str, Any] = {
-            **machine,
-            "matrices": count,
-            "exact_sigma_max": ideals,
-            "results": [asdict(q) for q in results],
-        }
-        write_report(arguments.out, document, text)
-    return 0
+        if settings.preset in ("all", preset):
+            if preset not in ideals:
+                ideals[preset] = max(polynomial(batch.sigma, steps).max().item() for batch in batches)
+            q = judge(batches, form, preset, steps, ideals[preset] + MARGIN)
+            cost = f"{q.cost[0]}α+{q.cost[1]}"
+            results.setdefault(preset, {})[q.variant] = {**asdict(q), "cost": cost, "safe": "yes" if q.safe else "no"}
+    count = sum(len(batch.names) for batch in batches)
+    return {"matrices": count, "exact_sigma_max": ideals, "results": results}
+
+
+def table(record: Record) -> str:
+    parts = [f"{record['matrices']} stress matrices"]
+    for preset, rows in record["results"].items():
+        ideal = record["exact_sigma_max"][preset]
+        parts += [f"{preset}: exact σmax {ideal:.4f}, limit {ideal + MARGIN:.4f}", columns(rows, COLUMNS, "variant")]
+    return "\n\n".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(Settings, __doc__, argv, measure, table, choices={"preset": ("all", *PRESETS)})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 For each number of ranks and of matrices (16x16, so that arithmetic costs next to nothing; in 32 blocks) a process
 builds, trains, saves and loads, in the chosen residency. Of each phase it prints processor seconds, collectives that
 were started, and MiB by which memory had grown at most; then the exponents of growth, between the least and the most
-ranks, and matrices. ``--counts yes`` prints calls of functions instead of seconds, which no other work disturbs.
+ranks, and matrices. ``--counts`` prints calls of functions instead of seconds, which no other work disturbs.
 
 ``mismatched`` phases are those that end because all other ranks were given something else than this one.
 
@@ -26,15 +26,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import log
 from pathlib import Path
 
 import torch
 import torch.nn as nn
-from common.options import parse
+from common.harness import Record
+from common.harness import run as run_bench
+from common.options import Options
 from common.pretended import dissent, pretend
-from common.results import origin, write_json
+from common.results import columns
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -42,6 +44,7 @@ from torch.distributed.tensor import DTensor, Shard
 import dmuon
 
 DEDICATED, EXCHANGED, EXPERTS = "dedicated", "exchanged", "experts"
+RESIDENCIES = (DEDICATED, EXCHANGED, EXPERTS)
 GROUP = 8  # ranks that hold the same experts
 BLOCKS = 32
 SIDE = 16
@@ -49,17 +52,12 @@ LATER = 3  # steps after the first, of which the median counts
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    ranks: str = "8,64,256,1024"
-    matrices: str = "224"
-    residency: str = "all"
+class Settings(Options):
+    ranks: tuple[int, ...] = (8, 64, 256, 1024)
+    matrices: tuple[int, ...] = (224,)
+    residency: tuple[str, ...] = RESIDENCIES
     copies: int = 1
-    counts: str = "no"
-    json: str | None = None
-
-    @property
-    def residencies(self) -> Sequence[str]:
-        return (DEDICATED, EXCHANGED, EXPERTS) if self.residency == "all" else (self.residency,)
+    counts: bool = False
 
 
 class Block(nn.Module):
@@ -142,7 +140,7 @@ def _peak() -> Iterator[list[float]]:
         thread.join()
 
 
-def measure(residency: str, ranks: int, matrices: int, calls: bool, copies: int) -> dict[str, Phase]:
+def live(residency: str, ranks: int, matrices: int, calls: bool, copies: int) -> dict[str, Phase]:
     """Of one life of a model on rank 0, by phase. Once in a process."""
     torch.set_num_threads(1)
     meter = Meter(pretend(ranks), calls)
@@ -242,7 +240,7 @@ def medians(meter: Meter) -> dict[str, Phase]:
 
 
 def run(residency: str, ranks: int, matrices: int, calls: bool, copies: int = 1) -> dict[str, Phase]:
-    """:func:`measure` in a process of its own."""
+    """:func:`live` in a process of its own."""
     job = json.dumps([residency, ranks, matrices, calls, copies])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__, "--job", job], env=environment, capture_output=True, text=True)
@@ -252,8 +250,8 @@ def run(residency: str, ranks: int, matrices: int, calls: bool, copies: int = 1)
 
 
 def _work_as_job(job: str) -> int:
-    phases = measure(*json.loads(job))
-    print(json.dumps({name: {f: getattr(phase, f) for f in Phase.__slots__} for name, phase in phases.items()}))
+    phases = live(*json.loads(job))
+    print(json.dumps({name: asdict(phase) for name, phase in phases.items()}))
     sys.stdout.flush()
     os._exit(0)  # nobody is there to say goodbye to
 
@@ -264,74 +262,54 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     return log(max(values[-1], 1e-9) / max(values[0], 1e-9)) / log(sizes[-1] / sizes[0])
 
 
-Case = tuple[str, int, int]
+def measure(settings: Settings) -> Record:
+    rows = []
+    for residency in settings.residency:
+        for matrices in settings.matrices:
+            for ranks in settings.ranks:
+                case = {"residency": residency, "ranks": ranks, "matrices": matrices}
+                phases = run(residency, ranks, matrices, settings.counts, settings.copies)
+                rows += [{**case, "phase": name, **asdict(phase)} for name, phase in phases.items()]
+    return {"rows": rows}
 
 
-def growth(cases: dict[Case, dict[str, Phase]], phase: str, residency: str, along: int) -> str:
-    """Exponent of the work of ``phase`` along ranks (1) or matrices (2), where the other is largest."""
-    other = 3 - along
-    of = [case for case in cases if case[0] == residency]
-    line = sorted((c for c in of if c[other] == max(c[other] for c in of)), key=lambda case: case[along])
-    if len(line) < 2:
-        return ""
-    return f"{exponent([c[along] for c in line], [cases[c][phase].work for c in line]):.2f}"
-
-
-def table(cases: dict[Case, dict[str, Phase]], residency: str, unit: str) -> str:
-    of = {case: phases for case, phases in cases.items() if case[0] == residency}
-    head = [f"{ranks} x {matrices}" for _, ranks, matrices in of]
-    lines = [
-        f"{residency}: {unit} (collectives, MiB grown) of one rank by ranks x matrices",
-        "",
-        f"| phase | {' | '.join(head)} | ranks^ | matrices^ |",
-        f"|---|{'--:|' * (len(head) + 2)}",
-    ]
-    for phase in next(iter(of.values())):
-        found = [phases[phase] for phases in of.values()]
-        cells = [f"{_amount(one.work)} ({one.collectives}, {one.grown:.0f})" for one in found]
-        cells += [growth(cases, phase, residency, along) for along in (1, 2)]
-        lines.append(f"| {phase} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _amount(work: float) -> str:
-    return f"{work:,.0f}" if work >= 1000 else f"{work:.3g}"
+def table(record: Record) -> str:
+    """A table for each residency: phases, by ranks x matrices, and exponents of growth where there are several."""
+    unit = "calls of functions" if record["settings"]["counts"] else "processor seconds"
+    parts = []
+    for residency in dict.fromkeys(row["residency"] for row in record["rows"]):
+        cells: dict[str, dict[str, str]] = {}
+        work: dict[str, dict[tuple[int, int], float]] = {}
+        for row in record["rows"]:
+            if row["residency"] == residency:
+                size = row["ranks"], row["matrices"]
+                work.setdefault(row["phase"], {})[size] = row["work"]
+                amount = f"{row['work']:,.0f}" if row["work"] >= 1000 else f"{row['work']:.3g}"
+                cell = f"{amount} ({row['collectives']}, {row['grown']:.0f})"
+                cells.setdefault(row["phase"], {})[f"{size[0]} x {size[1]}"] = cell
+        for phase, found in work.items():
+            for axis, along in enumerate(("ranks^", "matrices^")):
+                most = max(size[1 - axis] for size in found)
+                line = sorted(size for size in found if size[1 - axis] == most)
+                if len(line) > 1:
+                    sizes, values = [size[axis] for size in line], [found[size] for size in line]
+                    cells[phase][along] = f"{exponent(sizes, values):.2f}"
+        parts.append(f"{residency}: {unit} (collectives, MiB grown) of one rank by ranks x matrices")
+        parts.append(columns(cells, dict.fromkeys(next(iter(cells.values())), ""), "phase"))
+    return "\n\n".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser, settings = parse(
-        Settings,
-        __doc__,
-        argv,
-        least={"copies": 1},
-        choices={"residency": (DEDICATED, EXCHANGED, EXPERTS, "all"), "counts": ("yes", "no")},
-    )
-    try:
-        ranks, matrices = ([int(n) for n in text.split(",")] for text in (settings.ranks, settings.matrices))
-    except ValueError:
-        parser.error("--ranks and --matrices must be numbers, separated by commas")
-    if min(ranks) < 2 or min(matrices) < BLOCKS:
-        parser.error(f"--ranks must be at least 2, --matrices at least {BLOCKS}")
-    if EXPERTS in settings.residencies and any(count % GROUP for count in ranks):
-        parser.error(f"--ranks must be multiples of {GROUP} for experts")
-    if any(count % settings.copies for count in ranks):
-        parser.error("--ranks must be multiples of --copies")
-    calls = settings.counts == "yes"
-    cases: dict[Case, dict[str, Phase]] = {}
-    for residency in settings.residencies:
-        for count in matrices:
-            for world in ranks:
-                cases[residency, world, count] = run(residency, world, count, calls, settings.copies)
-        print(table(cases, residency, "calls of functions" if calls else "processor seconds"), end="\n\n", flush=True)
-    if settings.json is not None:
-        rows = [
-            {"residency": case[0], "ranks": case[1], "matrices": case[2], "phase": name}
-            | {field: getattr(phase, field) for field in Phase.__slots__}
-            for case, phases in cases.items()
-            for name, phase in phases.items()
-        ]
-        write_json(settings.json, {"origin": origin(), "counts": calls, "copies": settings.copies, "rows": rows})
-    return 0
+    def fault(settings: Settings) -> str:
+        if EXPERTS in settings.residency and any(count % GROUP for count in settings.ranks):
+            return f"--ranks must be multiples of {GROUP} for experts"
+        if any(count % settings.copies for count in settings.ranks):
+            return "--ranks must be multiples of --copies"
+        return ""
+
+    least = {"ranks": 2, "matrices": BLOCKS, "copies": 1}
+    choices = {"residency": RESIDENCIES}
+    return run_bench(Settings, __doc__, argv, measure, table, least=least, choices=choices, fault=fault)
 
 
 if __name__ == "__main__":

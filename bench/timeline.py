@@ -6,14 +6,16 @@ python bench/timeline.py --residency dedicated --out docs/step-dedicated.png
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common.figures import new_figure, save_png
+from common.options import RankOptions, parse
 from common.ranks import run_ranks, share
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -49,11 +51,19 @@ NAMES = {
 }
 
 
-def record(rank: int, world: int, out: Path, width: int, dedicated: bool) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@dataclass(frozen=True, slots=True)
+class Settings(RankOptions):
+    out: str = "docs/step.png"
+    residency: str = "exchanged"
+    width: int = 256
+
+
+def record(rank: int, settings: Settings) -> list[list[Span]]:
+    """The spans of every rank."""
+    mesh = init_device_mesh("cpu", (settings.world,))
     torch.manual_seed(0)
-    model = GPT(GPTConfig(layers=4, width=width, heads=4, context=128))
-    if dedicated:
+    model = GPT(GPTConfig(layers=4, width=settings.width, heads=4, context=128))
+    if settings.residency == "dedicated":
         dmuon.dedicate_params(model, mesh)
     sharded(dmuon.fully_shard, model, mesh=mesh)
     optimizer = dmuon.Muon(model)
@@ -83,9 +93,7 @@ def record(rank: int, world: int, out: Path, width: int, dedicated: bool) -> Non
         for event in trace.events()
         if event.name.startswith(("dmuon::", "gloo:")) or event.name in ("forward", "backward")
     ]
-    everyone = share(spans)
-    if rank == 0:
-        draw(everyone, out)
+    return share(spans)
 
 
 def lane(name: str) -> tuple[str, str] | None:
@@ -145,16 +153,10 @@ def draw(everyone: list[list[Span]], out: Path) -> None:
     save_png(figure, out)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/step.png"), help="PNG to write (default docs/step.png)")
-    parser.add_argument("--world", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument(
-        "--residency", choices=("exchanged", "dedicated"), default="exchanged", help="where matrices live (exchanged)"
-    )
-    parser.add_argument("--width", type=int, default=256, help="width of the model (default 256)")
-    args = parser.parse_args(argv)
-    run_ranks(args.world, record, args.world, args.out.resolve(), args.width, args.residency == "dedicated")
+def main(argv: Sequence[str] | None = None) -> int:
+    _, settings = parse(Settings, __doc__, argv, choices={"residency": ("exchanged", "dedicated")})
+    spans = run_ranks(settings.world, record, settings)
+    draw(spans, Path(settings.out).resolve())
     return 0
 
 

@@ -26,14 +26,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from common.clock import collect, in_turn, medians
+from common.harness import Record, on_ranks, run
 from common.ledger import Ledger
-from common.options import parse
-from common.ranks import over_ranks, run_ranks, timed
-from common.results import origin, write_json
+from common.options import TurnOptions
+from common.ranks import over_ranks, timed
+from common.results import columns
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -53,21 +54,19 @@ CASES = ("small", "wide")
 NS_STEPS = 5
 LR = 1e-2
 MB = 1e6
+COLUMNS = dict.fromkeys(("step()", "pair", "CPU", "MB in", "seed MB", "seed NS"), ".2f") | {"error": ".1e"}
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(TurnOptions):
     world: int = 4
     case: str = "all"
     count: int = 32
     side: int = 96
     rows: int = 768
     cols: int = 3072
-    rounds: int = 15
     warmup: int = 2
-    costs: str | None = None
-    json: str | None = None
 
 
 def shapes_of(case: str, settings: Settings) -> list[Shape]:
@@ -143,29 +142,32 @@ def rows_of(shapes: Sequence[Shape], mesh: DeviceMesh, settings: Settings) -> di
     return rows
 
 
-def worker(rank: int, settings: Settings) -> None:
+def worker(rank: int, settings: Settings) -> Record:
     mesh = init_device_mesh("cpu", (settings.world,))
     cases = CASES if settings.case == "all" else (settings.case,)
-    found = {case: rows_of(shapes_of(case, settings), mesh, settings) for case in cases}
-    if rank:
-        return
-    columns = ("step()", "pair", "CPU", "MB in", "seed MB", "seed NS", "error")
-    for case, rows in found.items():
-        shapes = shapes_of(case, settings)
-        print(f"\n{case}: {len(shapes)} matrices, the last one {shapes[-1][0]}x{shapes[-1][1]}, {settings.world} ranks")
-        print("way".ljust(18) + "".join(column.rjust(10) for column in columns))
-        for way, row in rows.items():
-            cells = (f"{row[column]:.1e}" if column == "error" else f"{row[column]:.2f}" for column in columns)
-            print(way.ljust(18) + "".join(cell.rjust(10) for cell in cells))
-    if settings.json:
-        write_json(settings.json, {"origin": origin(), "settings": asdict(settings), "cases": found})
+    shapes = {case: shapes_of(case, settings) for case in cases}
+    return {"cases": {case: rows_of(shapes[case], mesh, settings) for case in cases}, "shapes": shapes}
+
+
+def measure(settings: Settings) -> Record:
+    return on_ranks(worker, settings)
+
+
+def table(record: Record) -> str:
+    parts = []
+    for case, rows in record["cases"].items():
+        shapes = record["shapes"][case]
+        world = record["settings"]["world"]
+        last = "x".join(map(str, shapes[-1]))
+        parts.append(
+            f"{case}: {len(shapes)} matrices, the last one {last}, {world} ranks\n{columns(rows, COLUMNS, 'way')}"
+        )
+    return "\n\n".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     least = {"world": 1, "count": 1, "side": 1, "rows": 1, "cols": 1, "rounds": 1}
-    _, settings = parse(Settings, __doc__, argv, least=least, choices={"case": ("all", *CASES)})
-    run_ranks(settings.world, worker, settings)
-    return 0
+    return run(Settings, __doc__, argv, measure, table, least=least, choices={"case": ("all", *CASES)})
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ _POLAR_EXPRESS: Coefficients = (
     (1.7857142857142856, -1.079796998164345, 0.293822312425672),
 )
 
-# Found and proven by bench/coefficients.py.
+# tests/kernels/intervals.py proves their range, and says how they were found.
 SQUARES = Squares(
     "squares",
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import weakref
 from collections import Counter
@@ -26,17 +27,53 @@ _EXCHANGE = [
 ]
 
 
-class Ledger(TorchDispatchMode):
-    """Counts on this rank; what a DTensor's own operators allocate in between is not seen.
+class Live(TorchDispatchMode):
+    """Follows the storages that are made inside; what a DTensor's own operators make in between is not seen.
+
+    Attributes:
+        peak: most bytes that were alive at once of them, since :meth:`restart` if that was called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def bytes(self) -> int:
+        """Of those that are alive; their sizes may change."""
+        alive = {key: (ref, found) for key, ref in self._storages.items() if (found := ref()) is not None}
+        self._storages = {key: ref for key, (ref, _) in alive.items()}
+        return sum(found.nbytes() for _, found in alive.values())
+
+    def restart(self) -> None:
+        gc.collect()
+        self.peak = self.bytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(found):
+            key = storage._cdata
+            if key not in given and (key not in self._storages or self._storages[key]() is None):
+                self._storages[key] = weakref.ref(storage)
+        self.saw(self.bytes())
+        return found
+
+    def saw(self, alive: int) -> None:
+        """So many bytes are alive after an operator."""
+        self.peak = max(self.peak, alive)
+
+
+class Ledger(Live):
+    """Counts on this rank.
 
     Attributes:
         calls: collectives, by operator.
         sent, received: bytes by operator, as few as point-to-point messages need: of an all-gather the parts of the
             others, of a reduction to one rank its part of every other rank, of an all-reduce twice what is not a
             rank's own.
-        peak: most bytes that were alive at once of what was allocated inside.
-        in_flight: the same, of moments inside of a method of ``Redistribution``: no workspace is alive then,
-            but the parts, whole matrices and updates that are packed, on their way, or put together are.
+        in_flight: most bytes that were alive at once inside of a method of ``Redistribution``: no workspace is alive
+            then, but the parts, whole matrices and updates that are packed, on their way, or put together are.
     """
 
     def __init__(self) -> None:
@@ -44,9 +81,7 @@ class Ledger(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
-        self.peak = 0
         self.in_flight = 0
-        self._live: dict[int, int] = {}  # by the identity of the storage
         self._depth = 0  # of methods of the exchange that run now
         self._restore = ExitStack()
 
@@ -76,18 +111,12 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func.overloadpacket.__name__, args)
-        found = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(found):
-            key = storage._cdata
-            if key not in given and key not in self._live:
-                self._live[key] = storage.nbytes()
-                weakref.finalize(storage, self._live.pop, key, None)
-        live = sum(list(self._live.values()))
-        self.peak = max(self.peak, live)
-        if live > self.in_flight and self._depth:
-            self.in_flight = live
-        return found
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def saw(self, alive: int) -> None:
+        super().saw(alive)
+        if self._depth:
+            self.in_flight = max(self.in_flight, alive)
 
     def _count(self, name: str, args: Any) -> None:
         tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]

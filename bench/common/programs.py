@@ -1,4 +1,4 @@
-"""Ways to train one GPT over ranks: dedicated Muon, gather-then-compute Muon, FSDP2 + AdamW."""
+"""Ways to train one GPT over ranks: dedicated Muon, gather-then-compute Muon, FSDP2 + AdamW; and what a step costs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -19,27 +20,28 @@ from training.model import GPT, GPTConfig
 from training.trainer import adamw, sharded
 
 import dmuon
+from common.ablation import SEQUENTIAL, TUNED, ablated
+from common.clock import collect, in_turn, medians
+from common.options import TurnOptions
+from common.ranks import over_ranks, timed
 from dmuon.dedicated.dedication import dedications
 from dmuon.model.routing import route_parameters
 
 LR = 2e-3
+APART = dmuon.create_dtensor_config()  # what every rank trains by itself
 GATHER, DEDICATED, ADAMW = "gather-then-compute", "dedicated", "fsdp2 + adamw"
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(TurnOptions):
     """The model, its data, the ranks, and how often everything is timed."""
 
-    world: int = 2
     layers: int = 4
     width: int = 256
     heads: int = 4
     context: int = 256
     batch: int = 4
-    rounds: int = 15
-    warmup: int = 3
     check: int = 3
-    costs: str | None = None
     seed: int = 0
 
     @property
@@ -58,11 +60,13 @@ class Mode:
 
     Attributes:
         dims: mesh dimension of data parallelism, ``tp`` for tensor parallelism over all ranks instead.
+        level: of the ablation: what comes after it is left out.
     """
 
     dims: str = "shard"
     keep: bool = False
     overlap: bool = False
+    level: str = TUNED
     comm: dmuon.CommOptions = field(default_factory=dmuon.CommOptions)
 
 
@@ -71,6 +75,8 @@ class Program:
     """One way to train: forward and backward, and the optimizers that follow.
 
     Attributes:
+        kind: says how much of Newton–Schulz a rank computes at best: ``owners``, ``gather``, ``adamw``.
+        layout: programs of one layout take as long without optimizers.
         shared: all ranks see the whole batch, as tensor parallelism wants it.
         update_seconds: what the optimizers took in the last step.
     """
@@ -78,7 +84,8 @@ class Program:
     name: str
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    reference: str
+    kind: str
+    layout: str = "fsdp2"
     shared: bool = False
     update_seconds: float = 0.0
 
@@ -120,13 +127,19 @@ def build_dedicated(name: str, mode: Mode, model: GPT, sizes: Sizes) -> Program:
         mesh = both["shard"]
     else:
         mesh = init_device_mesh("cpu", (sizes.world,), mesh_dim_names=(mode.dims,))
-    dmuon.dedicate_params(model, mesh, reshard_after_forward=not mode.keep, costs=sizes.costs, comm=mode.comm)
+    options: dict[str, Any] = {"reshard_after_forward": not mode.keep, "comm": mode.comm, "costs": sizes.costs}
+    if mode.level != TUNED:
+        found = dmuon.dedicate_params(copy.deepcopy(model), mesh, **options)
+        options |= {"plan": ablated(mode.level, found), "costs": None}
+    dmuon.dedicate_params(model, mesh, **options)
     if mode.dims == "shard":
         for block in model.blocks:
             dmuon.fully_shard(block, mesh=mesh, reshard_after_forward=not mode.keep)
         dmuon.fully_shard(model, mesh=mesh)
     optimizer = dmuon.Muon(model, lr=LR, overlap_backward=mode.overlap)
-    return Program(name, model, [optimizer], "muon", shared=mode.dims == "tp")
+    # With overlap, backward orthogonalizes whether or not a step follows, so that its own would hide that.
+    layout = name.replace(" overlap", "")
+    return Program(name, model, [optimizer], "owners", layout, shared=mode.dims == "tp")
 
 
 def _split(model: GPT, mesh: DeviceMesh) -> None:
@@ -140,17 +153,17 @@ def _split(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def build_stock(name: str, initial: GPT, mesh: DeviceMesh, sizes: Sizes) -> Program:
-    """The program called ``GATHER``, ``DEDICATED`` or ``ADAMW``."""
+    """The program called ``GATHER``, ``SEQUENTIAL``, ``DEDICATED`` or ``ADAMW``."""
     if name == DEDICATED:
         return build_dedicated(name, Mode(), copy.deepcopy(initial), sizes)
     matrices = {r.fqn for r in route_parameters(copy.deepcopy(initial)) if r.muon}
     model = sharded(fully_shard, copy.deepcopy(initial), mesh=mesh)
     if name == ADAMW:
         return Program(name, model, [adamw(model.parameters(), LR)], "adamw")
-    assert name == GATHER, name
+    assert name in (GATHER, SEQUENTIAL), name
     named = list(model.named_parameters())
-    muon = GatherMuon([p for n, p in named if n in matrices], lr=LR)
-    return Program(name, model, [muon, adamw((p for n, p in named if n not in matrices), LR)], "muon")
+    muon = GatherMuon([p for n, p in named if n in matrices], lr=LR, textbook=name == SEQUENTIAL)
+    return Program(name, model, [muon, adamw((p for n, p in named if n not in matrices), LR)], "gather")
 
 
 def data(sizes: Sizes, step: int, rank: int | None, shared: bool = False) -> tuple[Tensor, Tensor]:
@@ -177,7 +190,9 @@ def errors(programs: list[Program], initial: GPT, sizes: Sizes, rank: int) -> di
     twins = {}
     for kind in ("muon", "adamw"):
         twin = copy.deepcopy(initial)
-        optimizer: Any = dmuon.Muon(twin, lr=LR) if kind == "muon" else adamw(twin.parameters(), LR)
+        optimizer: Any = (
+            dmuon.Muon(twin, lr=LR, distributed_config=APART) if kind == "muon" else adamw(twin.parameters(), LR)
+        )
         single = Program(kind, twin, [optimizer], kind)
         for step in range(sizes.check):
             single.step(*data(sizes, step, None))
@@ -186,5 +201,78 @@ def errors(programs: list[Program], initial: GPT, sizes: Sizes, rank: int) -> di
     for program in programs:
         for step in range(sizes.check):
             program.step(*data(sizes, step, rank, program.shared))
-        by_program[program.name] = largest_difference(whole_weights(program.model), twins[program.reference])
+        by_program[program.name] = largest_difference(
+            whole_weights(program.model), twins["adamw" if program.kind == "adamw" else "muon"]
+        )
     return by_program
+
+
+# -- what a step costs ------------------------------------------------------------------------------------------------
+
+COLUMNS = {"step": ".1f", "ideal": ".1f", "over": ".2f", "of AdamW": ".2f", "step()": ".1f", "exposed": ".1f"}
+COLUMNS |= {"of N/W": ".2f", "of gather": ".2f", "waits": ".1f", "error": ".1e"}
+Samples = dict[tuple[str, str], list[float]]
+
+
+def measure_steps(programs: list[Program], initial: GPT, sizes: Sizes, rank: int) -> Samples:
+    """Milliseconds by program and column, and those of a rank alone; in turns."""
+    twin = copy.deepcopy(initial)
+    muon = dmuon.Muon(twin, lr=LR, distributed_config=APART)
+    alone = Program("alone", twin, [muon], "muon")
+    layouts = {program.layout: program for program in reversed(programs)}
+
+    def sample(index: int) -> dict[tuple[str, str], float]:
+        batch = data(sizes, 1000 + index, rank)
+        took = {("alone", "F"): 1e3 * timed(lambda: alone.step(*batch, optimize=False))}
+        alone.step(*batch)
+        took["alone", "N"] = 1e3 * muon.last_step.seconds["ns"]
+        for program in in_turn(programs, index):
+            batch = data(sizes, 1000 + index, rank, program.shared)
+            took[program.name, "step"] = 1e3 * timed(lambda p=program, b=batch: p.step(*b))
+            (took[program.name, "step()"],) = over_ranks([1e3 * program.update_seconds])
+            if isinstance(program.optimizers[0], dmuon.Muon):
+                waited = 1e3 * program.optimizers[0].last_step.seconds.get("exchange", 0.0)
+                (took[program.name, "waits"],) = over_ranks([waited], dist.ReduceOp.MIN)
+        for layout, program in layouts.items():
+            batch = data(sizes, 1000 + index, rank, program.shared)
+            took[layout, "without optimizer"] = 1e3 * timed(lambda p=program, b=batch: p.step(*b, optimize=False))
+        return took
+
+    return collect(sizes.warmup, sizes.rounds, sample)
+
+
+def rows_of(programs: list[Program], samples: Samples, error: dict[str, float], world: int) -> dict[str, Any]:
+    """The medians of every program, and what follows from them; of one rank alone under ``alone``."""
+    found: dict[str, dict[str, Any]] = {}
+    for (name, column), value in medians(samples).items():
+        found.setdefault(name, {})[column] = value
+    forward, newton = found["alone"]["F"], found["alone"]["N"]
+    share = {"owners": newton / world, "gather": newton, "adamw": 0.0}
+    rows = {}
+    for program in programs:
+        row = {column: value for column, value in found[program.name].items() if column != "without optimizer"}
+        row["ideal"] = forward + share[program.kind]
+        row["over"] = row["step"] / row["ideal"]
+        row["exposed"] = row["step"] - found[program.layout]["without optimizer"]
+        row["of N/W"] = row["exposed"] * world / newton
+        rows[program.name] = row | {"error": error[program.name]}
+    for row in rows.values():
+        row["of AdamW"] = row["step"] / rows[ADAMW]["step"]
+        row["of gather"] = row["exposed"] / rows[GATHER]["exposed"]
+    return {"alone": found["alone"], "programs": rows}
+
+
+def described(record: dict[str, Any]) -> str:
+    """The model, and what one rank alone takes."""
+    sizes, alone = record["settings"], record["alone"]
+    ideals = (
+        f"F (forward + backward, no communication) {alone['F']:.1f}   N (Newton-Schulz of all matrices on one rank) "
+        f"{alone['N']:.1f}"
+        if alone
+        else ""
+    )
+    return (
+        f"{sizes['world']} ranks, 1 thread each, gloo; {sizes['layers']} layers of width {sizes['width']}; "
+        f"{sizes['batch'] * sizes['context']} tokens per rank; {sizes['rounds']} interleaved rounds; medians in ms\n"
+        f"{ideals}"
+    )

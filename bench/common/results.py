@@ -1,14 +1,19 @@
-"""What a bench writes: JSON and Markdown, with what it was measured on."""
+"""What a bench writes: one JSON record, which says what it was measured on, by which command, and when."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import dmuon
+from common.checkout import commit
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # what products on the CPU go by
 
@@ -22,24 +27,45 @@ def write_json(path: Path | str, document: Any) -> None:
     part.replace(path)
 
 
-def write_report(out: Path, document: Any, markdown: str) -> None:
-    """The document as ``out.json`` and the same for people as ``out.md``."""
-    write_json(out.with_suffix(".json"), document)
-    out.with_suffix(".md").write_text(markdown)
-
-
-def origin() -> dict[str, str]:
-    """The CPU and which of the features that matter it has, torch, and the date."""
+def origin() -> dict[str, Any]:
+    """The machine, the versions of what runs on it, the commit and the date."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = fields.get("flags", "").split()
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = found.get("flags", "").split()
     return {
-        "cpu": fields.get("model name", platform.processor() or platform.machine()),
-        "features": " ".join(feature for feature in _FEATURES if feature in flags),
-        "torch": torch.__version__,
+        "machine": {
+            "cpu": found.get("model name", platform.processor() or platform.machine()),
+            "features": " ".join(feature for feature in _FEATURES if feature in flags),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "dmuon": dmuon.__version__},
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def told(record: Mapping[str, Any]) -> str:
+    """What a record was measured on, in one line."""
+    machine, versions = record["machine"], record["versions"]
+    return (
+        f"`{record['command']}`, {record['date']}, commit {record['commit']}: "
+        f"{machine['cpu']} ({machine['features']}), "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+    )
+
+
+def columns(rows: Mapping[str, Mapping[str, Any]], formats: Mapping[str, str], corner: str = "") -> str:
+    """A line for each row and a column for each format, aligned; ``-`` where a row has no such value."""
+    table = [[corner, *formats]]
+    for name, row in rows.items():
+        cells = (format(row[column], how) if column in row else "-" for column, how in formats.items())
+        table.append([name, *cells])
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join([first.ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(rest, widths[1:], strict=True))]).rstrip()
+        for first, *rest in table
+    )
 
 
 def without_home(text: str) -> str:

@@ -17,10 +17,21 @@ class GatherMuon(torch.optim.Optimizer):
 
     Momentum stays sharded; every rank gathers every momentum-smoothed update, orthogonalizes all of them, and applies
     its own rows. Newton–Schulz is dmuon's, the update ``torch.optim.Muon``'s with the coefficients of ``dmuon.Muon``.
+
+    Args:
+        textbook: one matrix after the other, in the standard form.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        textbook: bool = False,
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self._textbook = textbook
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -42,7 +53,10 @@ class GatherMuon(torch.optim.Optimizer):
             buffer.lerp_(param.grad, 1 - group["momentum"])
             update = param.grad.lerp(buffer, group["momentum"])
             slot.copy_(update.full_tensor())
-        orthogonal = orthogonalize(whole)
+        if self._textbook:
+            orthogonal = torch.stack([orthogonalize(one, method="standard", backend="torch") for one in whole])
+        else:
+            orthogonal = orthogonalize(whole)
         scale = update_scale("match_rms_adamw", shape)
         for param, slot in zip(params, orthogonal, strict=True):
             assert isinstance(param, DTensor) and param.placements == (Shard(0),)

@@ -39,7 +39,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_calls_of_one_rank_hardly_grow_with_ranks(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     sizes = ["--ranks", ",".join(map(str, RANKS)), "--matrices", str(MATRICES)]
-    command = [sys.executable, str(BENCH / "scale.py"), *sizes, "--counts", "yes", "--json", str(out)]
+    command = [sys.executable, str(BENCH / "scale.py"), *sizes, "--counts", "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
     assert done.returncode == 0, done.stderr
     rows = {(row["residency"], row["phase"], row["ranks"]): row for row in json.loads(out.read_text())["rows"]}

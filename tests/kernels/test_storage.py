@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from stress import MARGIN, Batch, stress_set
 from torch import Tensor
 from zoo import gaussian, relative
 
@@ -27,7 +28,6 @@ from dmuon.kernels import (
 from dmuon.kernels.newton_schulz import computation, planned_call
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from common.stress import MARGIN, Batch, stress_set
 from numerics import polynomial
 
 storage = importlib.import_module("dmuon.kernels.device")

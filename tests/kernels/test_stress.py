@@ -1,4 +1,4 @@
-"""fp16 on matrices with near-null directions, where rounding noise is amplified: some of bench/common/stress.py."""
+"""fp16 on matrices with near-null directions, where rounding noise is amplified: some of stress.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from stress import MARGIN, SMALL, Batch, stress_set
 
 from dmuon.kernels import PRESETS, coefficient_sequence, orthogonalize
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from common.stress import MARGIN, SMALL, Batch, stress_set
 from numerics import Form, polynomial
 
 # (m, n, seed, every how many kinds)

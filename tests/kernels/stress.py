@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+import zoo
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "kernels"))
-import zoo  # type: ignore[import-not-found]
 
 SMALL = 1e-3  # directions below this, relative to the Frobenius norm, need not reach one
 MARGIN = 0.06  # how far above the exact maximum singular values may lie

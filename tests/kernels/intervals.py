@@ -1,6 +1,4 @@
-"""Proves the range of the coefficients of Newton–Schulz in restart blocks of squares; fp64, needs no GPU.
-
-    python bench/coefficients.py
+"""Proves the range of the coefficients of Newton–Schulz in restart blocks of squares, in fp64.
 
 A block of ``k`` squares makes ``Q`` of degree ``2^k`` in ``R = XXᵀ``; docs/kernels.md has the theory. They were
 found by Levenberg–Marquardt on the p-norm of ``f(s) - 1`` from many random starts, and Adam on the largest error
@@ -12,21 +10,15 @@ derivative, and halves pieces until the enclosures of the range are as narrow as
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor
 
-from dmuon.kernels.coefficients import SQUARES, Square, Squares
+from dmuon.kernels import Square, Squares
 
-LOWER = 1e-3  # the least singular value that is to become about one, as of Polar Express
 FP64 = torch.float64
 # Relative widening of every interval operation, far above the roundings of the few fp64 operations that it is made of.
 _SLACK = 1e-14
@@ -131,20 +123,3 @@ def largest_stored(squares: Squares) -> float:
         most = max([most, *(s.abs().max().item() for s in stored)])
         sigma = sigma * stored[-1]
     return most
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args(argv)
-    torch.set_num_threads(1)
-    low, high = prove(SQUARES, LOWER)
-    below = prove(SQUARES, 0.0)
-    print(
-        f"[{LOWER:g}, 1] becomes [{low:.4f}, {high:.4f}], [0, 1] stays in [{below[0]:.4f}, {below[1]:.4f}]; "
-        f"stored matrices up to {largest_stored(SQUARES):.1f}"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What each part of the design saves: owners, then the Gram form by halves, then the planner, then batches and tuning.
+
+The baseline gathers every matrix on every rank and orthogonalizes one after the other by the textbook's loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from math import log
+from pathlib import Path
+from typing import Any
+
+from common.rules import baseline
+from dmuon import OwnerPlan
+from dmuon.model.config import read_model
+from dmuon.solver import CostTable, Matrix, plan
+from dmuon.tools.simulation.hardware import HARDWARE, Device
+from dmuon.tools.simulation.wave_model import Product, product_s, wave_costs
+
+SEQUENTIAL = "sequential everywhere"
+OWNERS, GRAM, PLANNER, TUNED = "owners", "+ Gram, symmetric", "+ planner", "+ batches, tuning"
+LEVELS = (OWNERS, GRAM, PLANNER, TUNED)
+STEPS = 5
+PREDICTED = ("qwen2.5-7b", "a800", 128)  # a model, GPUs and ranks of the published ablation
+# By the seed, of the step's speedup; owners and planner are one part there.
+PUBLISHED = {"owners and planner": 0.32, "Gram, symmetric": 0.48, "batches, tuning": 0.16}
+
+
+def single(costs: CostTable) -> CostTable:
+    """Of one matrix after the other."""
+    return CostTable({shape: {1: sizes[1]} for shape, sizes in costs.costs.items()})
+
+
+def ablated(level: str, found: OwnerPlan) -> OwnerPlan:
+    """``found`` as it is without what comes after ``level``."""
+    if level == TUNED:
+        return found
+    assert found.costs is not None
+    costs, matrices = single(found.costs), found.solution.matrices
+    solution = (
+        plan(matrices, found.world, costs)
+        if level == PLANNER
+        else baseline("round-robin", matrices, found.world, costs)
+    )
+    variants = {shape: {1: "standard torch by1"} for shape in found.chunks} if level == OWNERS else {}
+    return replace(found, solution=solution, chunks=dict.fromkeys(found.chunks, 1), variants=variants, costs=costs)
+
+
+def predicted() -> dict[str, float]:
+    """Milliseconds of the slowest rank's Newton–Schulz, by level, after the shipped model of products."""
+    model, machine, world = PREDICTED
+    folder = Path(__file__).parents[2] / "examples" / "models"
+    matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in read_model(folder / f"{model}.json")]
+    device, counts = HARDWARE[machine].device, Counter(m.shape for m in matrices)
+    tuned = wave_costs(device, counts)
+    textbook = CostTable({shape: {1: _standard_ns(device, *shape)} for shape in counts})
+    found = {
+        SEQUENTIAL: sum(count * textbook.cost(shape, 1) for shape, count in counts.items()),
+        OWNERS: baseline("round-robin", matrices, world, textbook).makespan_ns,
+        GRAM: baseline("round-robin", matrices, world, single(tuned)).makespan_ns,
+        PLANNER: plan(matrices, world, single(tuned)).makespan_ns,
+        TUNED: plan(matrices, world, tuned).makespan_ns,
+    }
+    return {name: ns / 1e6 for name, ns in found.items()}
+
+
+def _standard_ns(device: Device, m: int, n: int) -> int:
+    """``R = XX'; Z = bR + cRR; X = aX + ZX``, whole products."""
+    products = Product(m, n, m), Product(m, m, m, addends=1), Product(m, m, n, addends=1)
+    return round(1e9 * STEPS * sum(product_s(device, one, 1) + device.launch_s for one in products))
+
+
+def shares(ms: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Of every level: times faster than the baseline, and its part of all of that, in time and in its logarithm."""
+    names = [SEQUENTIAL, *LEVELS]
+    first, last = ms[names[0]], ms[names[-1]]
+    rows: dict[str, dict[str, Any]] = {SEQUENTIAL: {"ms": first, "times": 1.0}}
+    for before, name in pairwise(names):
+        rows[name] = {"ms": ms[name], "times": first / ms[name]}
+        rows[name]["of the time"] = (ms[before] - ms[name]) / (first - last)
+        rows[name]["of the factor"] = log(ms[before] / ms[name]) / log(first / last)
+    return rows

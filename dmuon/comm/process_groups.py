@@ -74,7 +74,6 @@ def make_group(
     timeout: timedelta | None,
     *,
     urgent: bool = False,
-    max_ctas: int | None = None,
 ) -> dist.ProcessGroup:
     """This rank's process group out of ``partition``, of dmuon's own, for tensors of ``device`` and for objects.
 
@@ -89,15 +88,14 @@ def make_group(
         partition: the ranks of each group, ascending; one of them holds this rank.
         timeout: of its collectives; None is that of the default group.
         urgent: on an accelerator its collectives run before others that wait.
-        max_ctas: of an accelerator's multiprocessors, the most that one of its collectives occupies.
     """
     _prepare_exit()
     timeout = default_timeout(device.type) if timeout is None else timeout
     kept = groups_made()
-    key = purpose, tuple(map(tuple, partition)), device, timeout, urgent, max_ctas
+    key = purpose, tuple(map(tuple, partition)), device, timeout, urgent
     if key in kept and has_group(kept[key]):  # it, or all of them, may have been destroyed
         return kept[key]
-    pg_options = group_options(device.type, urgent, timeout, max_ctas)
+    pg_options = group_options(device.type, urgent, timeout)
     make = _made_by_all if default_group_is_bound() else _made_by_members
     group = make(partition, purpose, declared_backend(device.type), timeout, pg_options)
     _devices[group] = device

@@ -432,9 +432,6 @@ class Dedicated(Residency):
             if buffer.gradients is not GradState.NONE:
                 buffer.forget_gradients()
 
-    def loads(self) -> list[Sequence[int]]:
-        return [self._runtime.plan.solution.loads_ns]
-
     def shared(self) -> list[Sharing]:
         comm, matrices = self._runtime.comm, list(self._runtime.matrices())
         labels = [(m.rest, part.number if m.is_split else None, part.shape) for m in matrices for part in m.parts]

@@ -24,7 +24,7 @@ from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
-from dmuon.optimizer.notices import advice, taken_whole
+from dmuon.optimizer.notices import taken_whole
 from dmuon.platform.options import check_integer
 from dmuon.report.accounting import expected_memory, expected_traffic
 from dmuon.report.matrices import MatrixRow, RankSums, is_laid_out, matrix_rows, rank_sums
@@ -337,8 +337,8 @@ def _last_step(optimizer: Muon) -> list[str]:
 
 
 def _warnings(optimizer: Muon) -> list[str]:
-    """What costs more than it should."""
-    lines = [*advice(optimizer._residencies, optimizer._rounds), *taken_whole(optimizer._residencies)]
+    """What is perhaps not meant so."""
+    lines = taken_whole(optimizer._residencies)
     return ["", "warnings", *(f"  {line}" for line in lines)] if lines else []
 
 

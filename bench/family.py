@@ -1,13 +1,18 @@
 """Members of Muon's family and formats of its state: the byte-level GPT in one process, the same batches for each.
 
     python bench/family.py [--steps 150] [--seeds 0,1,2] [--members muon,normuon,…]
+    python bench/family.py --seeds 0,1,2,3,4,5,6,7 --members classic,torch
+    python bench/family.py --members muon,muon@4e-3,muon@1.6e-2,adamw,adamw@3e-3,adamw@6e-3
 
-Prints the validation loss of each seed, and the mean difference from Muon's. Learning rates are not tuned for each.
+Prints the validation loss of each seed, and the mean difference from the first member's, with its p-value: of all ways
+to change signs of the seeds' differences, the part whose mean is as far from zero. Learning rates are not tuned for
+each; ``member@lr`` is one with another rate of its matrices. ``torch`` is torch.optim.Muon, beside torch's AdamW.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Sequence
@@ -29,22 +34,55 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "l2": {"weight_decay_mode": "l2", "weight_decay": 1e-4, "adamw_weight_decay": 0.1},
     "normuon": {"second_moment": "row"},
     "bf16": {"momentum_dtype": torch.bfloat16},
+    "fp16": {"ns_dtype": torch.float16},
+    "squares": {"ns_coefficients": "squares"},
+    "classic": {"ns_coefficients": "classic"},
 }
+OTHERS = ("torch", "adamw")
+LR, ADAMW_LR = 8e-3, 1.5e-3
+
+
+def optimizers_of(member: str, model: GPT) -> list[torch.optim.Optimizer]:
+    """As ``member`` names them, ``name`` or ``name@lr``."""
+    name, _, lr = member.partition("@")
+    if name not in OTHERS:
+        return [dmuon.Muon(model, lr=float(lr or LR), adamw_lr=ADAMW_LR, **MEMBERS[name])]
+    of_muon, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    for group in dmuon.param_groups(model):
+        (of_muon if group["use_muon"] and name == "torch" else others).extend(group["params"])
+    decays = ([p for p in others if p.ndim > 1], 0.1), ([p for p in others if p.ndim < 2], 0.0)  # as dmuon.Muon has it
+    adamw = torch.optim.AdamW(
+        [{"params": params, "weight_decay": decay} for params, decay in decays],
+        lr=float(lr or ADAMW_LR) if name == "adamw" else ADAMW_LR,
+        betas=(0.9, 0.95),
+    )
+    if name == "adamw":
+        return [adamw]
+    return [torch.optim.Muon(of_muon, lr=float(lr or LR), adjust_lr_fn="match_rms_adamw", eps=1e-7), adamw]
+
+
+def p_value(differences: Sequence[float]) -> float:
+    """Of a paired sign-flip test, exact: how often a mean is as far from zero if each sign is a coin's."""
+    flipped = (
+        map(float.__mul__, differences, signs) for signs in itertools.product((1.0, -1.0), repeat=len(differences))
+    )
+    means = [abs(sum(one)) for one in flipped]
+    return sum(mean >= abs(sum(differences)) * (1 - 1e-9) for mean in means) / len(means)
 
 
 def train(member: str, seed: int, config: GPTConfig, corpus: Corpus, steps: int, batch: int) -> float:
     """The validation loss behind all steps."""
     torch.manual_seed(seed)
     model = GPT(config)
-    optimizer = dmuon.Muon(model, lr=8e-3, adamw_lr=1.5e-3, **MEMBERS[member])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps))
+    optimizers = optimizers_of(member, model)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: lr_factor(step, steps)) for one in optimizers]
     for step in range(steps):
         tokens, targets = corpus.batch(seed, step, 0, batch, config.context)
-        optimizer.zero_grad()
+        model.zero_grad()
         F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
+        for one in (*optimizers, *schedulers):
+            one.step()
     return validation_loss(model, corpus, config.context)
 
 
@@ -52,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--members", default=",".join(MEMBERS))
+    parser.add_argument("--members", default="muon,cautious,independent,l2,normuon,bf16")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     args = parser.parse_args(argv)
@@ -62,9 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds, found = [int(seed) for seed in args.seeds.split(",")], dict[str, list[float]]()
     for member in args.members.split(","):
         found[member] = [train(member, seed, config, corpus, args.steps, 16) for seed in seeds]
-        difference = statistics.mean(a - b for a, b in zip(found[member], next(iter(found.values())), strict=True))
+        differences = [a - b for a, b in zip(found[member], next(iter(found.values())), strict=True)]
         losses = ", ".join(f"{loss:.3f}" for loss in found[member])
-        print(f"{member:12} {statistics.mean(found[member]):.3f} ({losses})  {difference:+.3f}", flush=True)
+        difference = f"{statistics.mean(differences):+.4f}  p {p_value(differences):.3f}"
+        print(f"{member:12} {statistics.mean(found[member]):.4f} ({losses})  {difference}", flush=True)
     return 0
 
 

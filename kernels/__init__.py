@@ -44,8 +44,6 @@ from .update import (
 )
 from .variant import (
     Variant,
-    adapted,
-    alternatives,
     backend_fault,
     batch_size,
     choose_variant,
@@ -53,6 +51,7 @@ from .variant import (
     rule_on,
     slice_cost,
     sliced_variant,
+    step_variant,
     user_cache_directory,
     variant_fault,
 )
@@ -67,8 +66,6 @@ __all__ = [
     "Square",
     "Squares",
     "Variant",
-    "adapted",
-    "alternatives",
     "apply_update_",
     "backend_fault",
     "batch_size",
@@ -97,6 +94,7 @@ __all__ = [
     "safe_restarts",
     "slice_cost",
     "sliced_variant",
+    "step_variant",
     "storage_dtype",
     "streams_of",
     "symmetric_product",

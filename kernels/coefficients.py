@@ -250,13 +250,6 @@ def check_storage(coefficients: Polynomial, storage: torch.dtype) -> None:
         )
 
 
-def restarts_hold(restarts: tuple[int, ...], coefficients: Polynomial, storage: torch.dtype) -> bool:
-    """Whether a Gram form with these restarts, which may be of other coefficients, computes these safely."""
-    if isinstance(coefficients, Squares):
-        return restarts == safe_restarts(coefficients, storage)
-    return max(restarts, default=0) < len(coefficients) and is_safe(coefficients, restarts, storage)
-
-
 def checked_restarts(
     restarts: Literal["auto"] | Sequence[int], coefficients: Polynomial, storage: torch.dtype
 ) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import Arithmetic, make_arithmetic
-from .coefficients import Coefficients, Polynomial, Square, Squares, coefficient_sequence
+from .coefficients import Coefficients, Polynomial, Square, Squares, checked_restarts, coefficient_sequence
 from .device import full_precision, storage_dtype
 from .normalization import check_eps, divide
 from .replay import replayed
@@ -26,7 +26,6 @@ from .variant import (
     Backend,
     Method,
     Variant,
-    adapted,
     choose_variant,
     relative_cost,
     squares_cost,
@@ -72,7 +71,7 @@ def orthogonalize(
         backend: what computes products whose result is symmetric: ``"torch"`` all of it, ``"split"`` (CPU) block
             rows up to the diagonal, ``"triton"`` (CUDA) lower tiles; ``"auto"`` by rule.
         eps: lower clamp of the norm; 0 is exact.
-        variant: what a measurement chose instead of the rules; excludes method, restarts and backend.
+        variant: in place of the rules'; excludes method, restarts and backend.
 
     Returns:
         Tensor of the shape and dtype of ``x``.
@@ -195,7 +194,7 @@ def planned_call(
         k = max(1, math.prod(size[:-2]))
         variant = choose_variant(shape, k, sequence, storage, device, method=method, restarts=restarts, backend=backend)
     else:
-        variant = _usable(variant, shape, sequence, storage, device)
+        _require_usable(variant, sequence, storage, device)
     alone = len(size) == 2 and not variant.replay
     return _Plan(sequence, storage, variant, computation(variant, sequence, storage, device) if alone else None)
 
@@ -208,22 +207,13 @@ def computation(
     return make_iteration(variant, coefficients, storage), make_arithmetic(variant, device, storage)
 
 
-def _usable(
-    variant: Variant,
-    shape: tuple[int, int],
-    coefficients: Polynomial,
-    storage: torch.dtype,
-    device: torch.device,
-) -> Variant:
-    """``variant`` with restarts that are safe for these coefficients.
-
-    Raises:
-        ValueError: it cannot run on ``device`` in ``storage``.
-    """
+def _require_usable(variant: Variant, coefficients: Polynomial, storage: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for a variant that cannot run here, or whose restarts are not safe for these coefficients."""
     fault = variant_fault(variant, device, storage)
     if fault is not None:
-        raise ValueError(f"variant={str(variant)!r} cannot run: {fault}; leave it out, or measure on this device")
-    return adapted(variant, shape, coefficients, storage, device)
+        raise ValueError(f"variant={str(variant)!r} cannot run: {fault}; leave it out")
+    if variant.method == "gram":
+        checked_restarts(variant.restarts, coefficients, storage)
 
 
 def newton_schulz_flops(

@@ -6,8 +6,7 @@ import importlib.util
 import itertools
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .coefficients import Polynomial, Squares, checked_restarts, restarts_hold, safe_restarts
+from .coefficients import Polynomial, Squares, checked_restarts, safe_restarts
 from .device import HALF, INTERPRETED, kernels_of
 from .symmetric_cpu import worth_splitting
 
@@ -36,10 +35,10 @@ _WORKSPACE_BYTES = 1 << 32
 # Intermediate matrices of the small side beside two of the whole; blocks of squares have as many as squares.
 _SQUARES = 4
 
-# A CUDA graph keeps its workspace, so none is tried that needs more; where launches take long, matrices are small.
+# A CUDA graph keeps its workspace, so none is captured that needs more; where launches take long, matrices are small.
 _REPLAY_BYTES = 1 << 25
 
-# Below this side, or below this many tiles a multiprocessor, cuBLAS is taken unless a measurement says otherwise.
+# Below this side, or below this many tiles a multiprocessor, cuBLAS is taken.
 _TRITON_LEAST_SIDE = 1024
 _TRITON_WAVES = 2
 
@@ -92,22 +91,6 @@ class Variant:
         words = (self.method, restarts, self.backend, f"by{self.piece}", "replay" if self.replay else "")
         return " ".join(filter(None, words))
 
-    @classmethod
-    def parse(cls, text: str) -> Variant:
-        """The variant that ``str`` wrote.
-
-        Raises:
-            ValueError: it did not.
-        """
-        match = re.fullmatch(
-            r"(standard|gram)(?: r(\d+(?:,\d+)*))? (torch|split|triton|quack) by([1-9]\d*)( replay)?", text
-        )
-        if match is None:
-            raise ValueError(f"{text!r} is no Newton–Schulz variant such as 'gram r2 torch by4'")
-        method, restarts, backend, piece, replay = match.groups()
-        schedule = tuple(int(r) for r in restarts.split(",")) if restarts else ()
-        return cls(method, schedule, backend, int(piece), replay is not None)  # type: ignore[arg-type]
-
 
 @lru_cache(maxsize=4096)
 def choose_variant(
@@ -121,7 +104,7 @@ def choose_variant(
     restarts: Literal["auto"] | tuple[int, ...] = "auto",
     backend: Backend = "auto",
 ) -> Variant:
-    """The rule for ``k`` matrices of ``shape`` ``(m, n)`` where nothing was measured; what is given is kept.
+    """The rule for ``k`` matrices of ``shape`` ``(m, n)``; what is given is kept.
 
     Raises:
         ValueError: an unknown or contradictory option, unsafe restarts, or a back end that cannot run here.
@@ -198,47 +181,14 @@ def _formed(
     return Variant(method, schedule if method == "gram" else (), backend, _largest_piece(shape, device, held))
 
 
-def alternatives(
+@lru_cache(maxsize=4096)
+def step_variant(
     shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: torch.dtype, device: torch.device
-) -> Iterator[Callable[[Variant], tuple[Variant, ...]]]:
-    """What a tuner tries, one dimension after the other: each function gives the rivals of the best so far.
-
-    First form and back end, then the number of matrices at once, then replay.
-    """
-
-    def forms(_best: Variant) -> tuple[Variant, ...]:
-        methods: tuple[Method, ...] = ("standard",) if dtype == torch.bfloat16 else ("standard", "gram")
-        if isinstance(coefficients, Squares):
-            methods = ("gram",)
-        backends = [b for b in PRODUCTS if backend_fault(b, device, dtype) is None]
-        return tuple(
-            choose_variant(shape, k, coefficients, dtype, device, method=method, backend=backend)
-            for method in methods
-            for backend in backends
-        )
-
-    def pieces(best: Variant) -> tuple[Variant, ...]:
-        if device.type != "cpu":
-            return ()
-        most = min(best.piece, k)
-        sizes = {1, max(1, most // 2), *([2 * best.piece] if best.piece < k else [])}
-        return tuple(replace(best, piece=size) for size in sorted(sizes - {best.piece}))
-
-    def replays(best: Variant) -> tuple[Variant, ...]:
-        small = 2 * k * (2 * math.prod(shape) + 4 * min(shape) ** 2) <= _REPLAY_BYTES
-        return (replace(best, replay=True),) if device.type == "cuda" and best.piece >= k and small else ()
-
-    yield from (forms, pieces, replays)
-
-
-def adapted(
-    variant: Variant, shape: tuple[int, int], coefficients: Polynomial, dtype: torch.dtype, device: torch.device
 ) -> Variant:
-    """``variant``, measured with some coefficients, for others: restarts by the rule where its own are unsafe."""
-    if variant.method == "standard" or restarts_hold(variant.restarts, coefficients, dtype):
-        return variant
-    chosen = choose_variant(shape, variant.piece, coefficients, dtype, device, backend=variant.backend)
-    return replace(chosen, piece=variant.piece, replay=variant.replay)
+    """How a step runs ``k`` matrices of ``shape``: by the rule, and as one CUDA graph where launches take long."""
+    chosen = choose_variant(shape, k, coefficients, dtype, device)
+    small = 2 * k * (2 * math.prod(shape) + 4 * min(shape) ** 2) <= _REPLAY_BYTES
+    return replace(chosen, replay=device.type == "cuda" and chosen.piece >= k and small)
 
 
 def batch_size(shape: tuple[int, int], k: int, device: torch.device) -> int:

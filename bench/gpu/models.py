@@ -6,7 +6,6 @@ import importlib
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +22,12 @@ from dmuon.kernels import (
     run,
 )
 from dmuon.model.config import read_model
-from dmuon.planning.device_key import NsOptions
-from dmuon.planning.profiler import fastest_variant
 from gpu.journal import Journal
 from gpu.settings import Settings, relative
 
 MODELS = ("qwen2.5-7b", "llama-3-8b", "pi0", "gpt2-1.5b")
 POLAR = coefficient_sequence("polar_express", 5)
 (CLASSIC,) = coefficient_sequence("classic", 1)
-OURS = ("dmuon", "dmuon, rule")
 OTHERS = ("cuBLAS standard", "cuBLAS gram", "torch.optim.Muon", "gram-newton-schulz")
 
 
@@ -60,7 +56,7 @@ def time_models(settings: Settings, journal: Journal, deadline: float) -> None:
 
 def _sum(name: str, shapes: dict[tuple[int, int], tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     """Of the programs that were timed for every shape."""
-    programs = [p for p in (*OURS, *OTHERS) if all(p in row["ms"] for _, row in shapes.values())]
+    programs = [p for p in ("dmuon", *OTHERS) if all(p in row["ms"] for _, row in shapes.values())]
     total = {p: sum(row["ms"][p] * count / row["k"] for count, row in shapes.values()) for p in programs}
     return {
         "model": name,
@@ -72,37 +68,32 @@ def _sum(name: str, shapes: dict[tuple[int, int], tuple[int, dict[str, Any]]]) -
 
 def _time_shape(settings: Settings, journal: Journal, shape: tuple[int, int], k: int) -> dict[str, Any]:
     what = f"{k} of {shape[0]}x{shape[1]}"
-    rule = tuned = choose_variant(shape, k, POLAR, torch.float16, settings.device)
-    with journal.guarded(f"{what}: tuning"):
-        options = NsOptions(dtype=torch.float16)
-        tuned = fastest_variant(shape, k, settings.device, options, seconds=settings.seconds / 40)
+    rule = choose_variant(shape, k, POLAR, torch.float16, settings.device)
     x = settings.gaussian(k, *shape)
     exact = orthogonalize(x[:1].double(), method="standard")
-    programs = _programs(settings, x, tuned, rule)
+    programs = _programs(settings, x, rule)
     errors = {}
-    for name in (*OURS, *OTHERS[:2]):  # others use other coefficients: theirs are no errors against ours
+    for name in ("dmuon", *OTHERS[:2]):  # others use other coefficients: theirs are no errors against ours
         with journal.guarded(f"{what}: {name}, error"):
             errors[name] = relative(programs[name]()[:1], exact)
     times = settings.medians(programs, journal, what, OTHERS)
-    row = {"shape": shape, "k": k, "ms": times, "errors": errors, "variant": str(tuned), "rule": str(rule)}
+    row = {"shape": shape, "k": k, "ms": times, "errors": errors, "variant": str(rule)}
     journal.add("shapes", row, f"{what}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items()))
     drop_graphs()
     return row
 
 
-def _programs(settings: Settings, x: Tensor, tuned: Variant, rule: Variant) -> dict[str, Callable[[], Tensor]]:
+def _programs(settings: Settings, x: Tensor, rule: Variant) -> dict[str, Callable[[], Tensor]]:
     shape, k = (x.shape[1], x.shape[2]), len(x)
 
     def ours(variant: Variant) -> Callable[[], Tensor]:
-        eager = replace(variant, replay=False)  # here all are replayed
-        return lambda: run(normalize(x, torch.float16, 0.0)[0], eager, POLAR, torch.float16)
+        return lambda: run(normalize(x, torch.float16, 0.0)[0], variant, POLAR, torch.float16)
 
     def cublas(method: Any) -> Callable[[], Tensor]:
         return ours(choose_variant(shape, k, POLAR, torch.float16, settings.device, method=method, backend="torch"))
 
     return {
-        "dmuon": ours(tuned),
-        "dmuon, rule": ours(rule),
+        "dmuon": ours(rule),
         "cuBLAS standard": cublas("standard"),
         "cuBLAS gram": cublas("gram"),
         **_peers(x),

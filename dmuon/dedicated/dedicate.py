@@ -300,7 +300,7 @@ def _tell(routes: Sequence[Route], plan: OwnerPlan, comm: Comm, weights: str) ->
         _log.info("%d tensors, such as %s, are left to fully_shard and to all ranks together", len(left), left[0])
     _log.info("dedicated %s; mesh: %s, whole weights %s after forward", plan.summary(), topology.text, weights)
     if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("loads, batches and variants of what was dedicated:\n%s", plan.report())
+        _log.debug("loads and batches of what was dedicated:\n%s", plan.report())
 
 
 _Modules = TypeVar("_Modules", nn.Module, list[nn.Module])

@@ -321,10 +321,10 @@ class Dedicated(Residency):
                     region = Region(stack, (0, len(parts)), 1, runs, offset, row_offset)
                     offset += prod(stack)
                     row_offset += stack[0] * stack[2 if parts[0].transposed else 1]
-                size, variants = self._runtime.plan.chunks[sides], self._runtime.plan.variants.get(sides, {})
+                size = self._runtime.plan.chunks[sides]
                 numbers = tuple(part.number for part in parts)
                 transposed = parts[0].transposed
-                tasks.append(Task(matrix.rest, position, (m, n), size, variants, region, transposed, numbers, shared))
+                tasks.append(Task(matrix.rest, position, (m, n), size, region, transposed, numbers, shared))
         return tasks
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:

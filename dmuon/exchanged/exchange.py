@@ -511,7 +511,7 @@ class UserExchange(Exchange):
             stack = (1, local.numel(), 1) if is_flat else stack_shape(local, spec)
             whole = Region(stack, (0, stack[0]), 1, ((0, stack[1]),) if stack[1] else ())
             numbers = tuple(range(max(1, stack[0])))
-            tasks.append(Task(param, number, (stack[1], stack[2]), len(numbers), {}, whole, numbers=numbers))
+            tasks.append(Task(param, number, (stack[1], stack[2]), len(numbers), whole, numbers=numbers))
         return tasks
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:

@@ -378,7 +378,7 @@ def _tell(plan: OwnerPlan, ranks: Ranks) -> None:
     """One of the ranks tells the log."""
     _log.info("ranks %s exchange %s", " ".join(map(str, ranks)), plan.summary())
     if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("loads, batches and variants of what is exchanged:\n%s", plan.report())
+        _log.debug("loads and batches of what is exchanged:\n%s", plan.report())
 
 
 def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[frozenset[str]] | None]:
@@ -517,7 +517,7 @@ def _tasks_of(
         if not local and len(share.holders) == 1:  # nobody else needs to know of what one rank has alone
             continue
         m, n = share.layout.shape
-        size, variants = _batching(layouts, placed.ranks, param, (m, n))
+        size = _batch_size(layouts, placed.ranks, param, (m, n))
         strategy = cast(Strategy, layouts.strategies[index]) if len(share.holders) > 1 else "owner"
         for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
             span = (offset + start, offset + stop) if local else (0, 0)
@@ -530,7 +530,6 @@ def _tasks_of(
                 index,
                 (m, n),
                 size,
-                variants,
                 region if flat or not is_one else None,
                 spec.transposed,
                 tuple(numbers[start:stop]),
@@ -540,15 +539,14 @@ def _tasks_of(
     return result
 
 
-def _batching(layouts: Layouts, ranks: Ranks, param: Tensor, shape: tuple[int, int]) -> tuple[int, Mapping[int, str]]:
-    """Most matrices of a batch, as planned and within the bytes that the options allow, and how they run."""
+def _batch_size(layouts: Layouts, ranks: Ranks, param: Tensor, shape: tuple[int, int]) -> int:
+    """Most matrices of a batch, as planned and within the bytes that the options allow."""
     m, n = shape
-    sides = min(m, n), max(m, n)
     plan = layouts.plans.get(ranks)
-    planned = None if plan is None else plan.chunks.get(sides)
+    planned = None if plan is None else plan.chunks.get((min(m, n), max(m, n)))
     nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
     size = min(planned or unmeasured_batch((m, n)), layouts.recipe.options.chunk_bytes // nbytes)
-    return max(1, size), {} if plan is None else plan.variants.get(sides, {})
+    return max(1, size)
 
 
 def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parcel:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from dmuon.kernels import Variant, user_cache_directory
+from dmuon.kernels import user_cache_directory
 from dmuon.platform.files import UnreadableFile, check_target, from_json, parse_json, read_json, write_text
 from dmuon.solver import CostTable, Shape
 
@@ -73,7 +73,7 @@ class Timing:
     """Distribution of the time of one batch over ``n`` samples, in whole nanoseconds.
 
     Attributes:
-        variant: how Newton–Schulz ran, the fastest that was tried; empty where nothing else was tried than the rule.
+        variant: how Newton–Schulz ran; only in files of earlier versions, which tried several ways.
     """
 
     median_ns: int
@@ -88,8 +88,6 @@ class Timing:
             raise ValueError(f"median_ns {middle}, p10_ns {low}, p90_ns {high} and n {self.n} must be at least 1")
         if not low <= middle <= high:
             raise ValueError(f"p10 {low}, median {middle}, p90 {high} not in order")
-        if self.variant:
-            Variant.parse(self.variant)
 
 
 Entries: TypeAlias = Mapping[Shape, Mapping[int, Timing]]  # shape → matrices per batch → timing

@@ -59,7 +59,7 @@ def find_costs(
     budget_s: float = 10.0,
     share: Callable[[Callable[[], object]], list[object]] | None = None,
 ) -> FoundCosts:
-    """Costs for ``counts`` matrices per shape over ``world`` ranks, where they came from, and the fastest variants.
+    """Costs for ``counts`` matrices per shape over ``world`` ranks, and where they came from.
 
     Collective where ``share`` is given. Rank 0 reads the user's cache, then the shipped profiles; what they lack is
     divided among the ranks, measured, and written to the user's cache by rank 0: batches of powers of two, as
@@ -109,12 +109,7 @@ def find_costs(
             written = share(lambda: _keep(CostCache(key, measured)) if rank == 0 else None)[0]
             source += f", kept in user cache {written}" if written else ""
     table = _table(counts, entries, options, device)
-    return FoundCosts(table, source or "estimated from FLOPs", fastest_variants(entries, counts))
-
-
-def fastest_variants(entries: Entries, shapes: Iterable[Shape]) -> dict[Shape, dict[int, str]]:
-    """How Newton–Schulz ran in each timing of ``shapes``, where rivals were tried."""
-    return {shape: {k: t.variant for k, t in entries.get(shape, {}).items() if t.variant} for shape in shapes}
+    return FoundCosts(table, source or "estimated from FLOPs")
 
 
 def cached_entries(key: CacheKey) -> tuple[Entries, str]:

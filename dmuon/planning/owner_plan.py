@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,10 @@ class FoundCosts:
     Attributes:
         table: the planner's costs.
         source: where they came from, for people.
-        variants: shape → batch size → how Newton–Schulz was fastest; without what was not measured.
     """
 
     table: CostTable
     source: str
-    variants: Mapping[Shape, Mapping[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,6 @@ class OwnerPlan:
         solution: the solver's plan (owners, makespan, bound, loads).
         chunks: ``(small side, large side)`` to the number of matrices that one batched update takes.
         cost_source: where the costs came from, for people.
-        variants: ``(small side, large side)`` to batch size to how Newton–Schulz was measured to be fastest, as
-            ``dmuon.kernels.Variant`` prints; a batch runs as the largest that is no larger, or as the rules say.
         origin: where the plan came from, for people.
         costs: by which the solver counted, of these shapes; None where that is not known.
 
@@ -59,7 +55,6 @@ class OwnerPlan:
     solution: Plan
     chunks: dict[Shape, int]
     cost_source: str
-    variants: dict[Shape, dict[int, str]] = field(default_factory=dict)
     origin: str = SOLVED
     costs: CostTable | None = None
 
@@ -76,13 +71,8 @@ class OwnerPlan:
             counted: by which it counted, if that is more than Newton–Schulz.
         """
         chunks = {shape: costs.table.batch_size(shape) for shape in sorted({m.shape for m in solution.matrices})}
-        variants = {
-            shape: {k: v for k, v in sorted(costs.variants.get(shape, {}).items()) if k <= chunk}
-            for shape, chunk in chunks.items()
-        }
-        variants = {shape: sizes for shape, sizes in variants.items() if sizes}
         table = CostTable({shape: (counted or costs.table).costs[shape] for shape in chunks})
-        return cls(solution.matrices, solution, chunks, costs.source, variants, costs=table)
+        return cls(solution.matrices, solution, chunks, costs.source, costs=table)
 
     @property
     def world(self) -> int:
@@ -96,8 +86,8 @@ class OwnerPlan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of owners, shapes, blocks, batches and variants: on alike devices, equal digests give equal bits."""
-        return _sha256([self.solution.digest, _named(self.chunks), self._named_variants()])
+        """SHA-256 of owners, shapes, blocks and batches: on alike devices, equal digests give equal bits."""
+        return _sha256([self.solution.digest, _named(self.chunks)])
 
     @property
     def balance(self) -> float:
@@ -118,11 +108,7 @@ class OwnerPlan:
 
     def report(self) -> str:
         """Origin, source of the costs, batch sizes, and what the slowest rank is predicted to take, with its bound."""
-        batches = "; ".join(
-            f"{shape[0]}x{shape[1]} by {size}" + (f" ({variants[max(variants)]})" if variants else "")
-            for shape, size in sorted(self.chunks.items())
-            for variants in [self.variants.get(shape, {})]
-        )
+        batches = "; ".join(f"{small}x{large} by {size}" for (small, large), size in sorted(self.chunks.items()))
         planned = self.solution
         before = " with what was planned before" if planned.starts_ns else ""
         return (
@@ -169,16 +155,12 @@ class OwnerPlan:
             "schema": _SCHEMA,
             "solution": self.solution.to_json(),
             "chunks": _named(self.chunks),
-            "variants": self._named_variants(),
             "cost_source": self.cost_source,
         }
         if self.costs is not None:
             costs = self.costs.costs.items()
             fields["costs"] = _named({shape: {str(k): ns for k, ns in entries.items()} for shape, entries in costs})
         return {**fields, _CHECKSUM: _sha256(fields)}
-
-    def _named_variants(self) -> dict[str, dict[str, str]]:
-        return _named({s: {str(k): v for k, v in sorted(sizes.items())} for s, sizes in self.variants.items()})
 
     @classmethod
     def from_json(cls, document: object, origin: str) -> OwnerPlan:
@@ -197,14 +179,15 @@ class OwnerPlan:
         if checksum != stated:
             raise ValueError(f"the content was changed: its SHA-256 is {checksum}, not {stated!r}; {AGAIN}")
         solution = Plan.from_json(fields["solution"])
-        variants = {shape: _by_size(sizes) for shape, sizes in _by_shape(fields["variants"]).items()}
-        costs = {shape: _by_size(sizes) for shape, sizes in _by_shape(fields.get("costs", {})).items()}
+        costs = {
+            shape: {int(size): ns for size, ns in sizes.items()}
+            for shape, sizes in _by_shape(fields.get("costs", {})).items()
+        }
         return cls(
             solution.matrices,
             solution,
             _by_shape(fields["chunks"]),
             fields["cost_source"],
-            variants,
             origin,
             CostTable(costs) if costs else None,  # files of earlier versions lack them
         )
@@ -221,10 +204,6 @@ def _by_shape(values: Mapping[str, Any]) -> dict[Shape, Any]:
     """What :func:`_named` was given."""
     sides = {name: name.split("x") for name in values}
     return {(int(sides[name][0]), int(sides[name][1])): value for name, value in values.items()}
-
-
-def _by_size(values: Mapping[str, Any]) -> dict[int, Any]:
-    return {int(size): value for size, value in values.items()}
 
 
 def _sha256(content: object) -> str:

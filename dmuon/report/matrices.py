@@ -17,6 +17,7 @@ from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import Part, resting
 from dmuon.exchanged.layouts import Layouts
 from dmuon.exchanged.user_round import UserRound
+from dmuon.kernels import step_variant
 from dmuon.layout.matrices import Parcel, Strategy, numbered
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn
@@ -28,7 +29,7 @@ from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.rounds import Round
 from dmuon.step.sharded import ShardedRound, variant_of
-from dmuon.step.update import numerics_of, variant_for
+from dmuon.step.update import Numerics, numerics_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +136,16 @@ def _calls(optimizer: Muon) -> Iterator[_Call]:
                     owner = batch.domain.ranks[batch.parcel.owner]
                 elif isinstance(batch, SharedBatch):
                     others = batch.domain.ranks
-                variant = variant_for(numerics, batch.shape, batch.variants, batch.count, batch.device)
-                runs = str(variant_of(numerics, batch, batch.device) if isinstance(round_, ShardedRound) else variant)
+                if isinstance(round_, ShardedRound):
+                    runs = str(variant_of(numerics, batch, batch.device))
+                else:
+                    runs = _runs(numerics, batch.shape, batch.count, batch.device)
             numbers.update({owner, *others})
             yield _Call(numbers[owner], batch, round_, owner, runs)
+
+
+def _runs(numerics: Numerics, shape: tuple[int, int], k: int, device: torch.device) -> str:
+    return str(step_variant(shape, k, numerics.sequence, numerics.storage, device))
 
 
 # -- dedicated ------------------------------------------------------------------------------------------------------
@@ -164,8 +171,7 @@ def _owned(
                 runs, batch = ("", of_owner.batch) if call is None else (call.runs, call.batch.count)
                 if call is None and group is not None:
                     numerics = numerics_of(group, matrix.master.dtype, runtime.comm.device)
-                    variants = tuple(plan.variants.get(one.shape, {}).items())
-                    runs = str(variant_for(numerics, part.shape, variants, batch, runtime.comm.device))
+                    runs = _runs(numerics, part.shape, batch, runtime.comm.device)
                 row = MatrixRow(
                     tensor=names.get(id(matrix.rest), matrix.fqn),
                     number=part.number if matrix.is_split else None,
@@ -244,16 +250,14 @@ def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]
     for param, placed in zip(layouts.params, layouts.placed, strict=True):
         if placed is None or is_one_matrix(param):
             continue
-        plan, local = layouts.plans.get(placed.ranks), local_tensor(param)
+        local = local_tensor(param)
         momentum = torch.promote_types(local.dtype, torch.float32)
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
             owner = placed.ranks[share.holders[0]]
             if len(share.holders) > 1 or owner == this_rank():
                 continue
             m, n = share.layout.shape
-            planned = {} if plan is None else plan.variants.get(_sides((m, n)), {})
             numerics = numerics_of(groups[id(param)], momentum, local.device)
-            runs = variant_for(numerics, (m, n), tuple(planned.items()), len(numbers), local.device)
             row = MatrixRow(
                 tensor=names[id(param)],
                 number=None,
@@ -262,7 +266,7 @@ def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]
                 owner=owner,
                 call=None,
                 batch=len(numbers),
-                runs=str(runs),
+                runs=_runs(numerics, (m, n), len(numbers), local.device),
                 predicted_ns=None,
             )
             yield from (replace(row, number=number) for number in numbers)

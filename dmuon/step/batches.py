@@ -41,7 +41,6 @@ class Task:
         position: tasks of one residency are batched, and updated unless it says otherwise, in ascending order.
         shape: ``(m, n)`` of each whole matrix, as it is stored.
         batch_size: how many matrices are orthogonalized at once, at most.
-        variants: how Newton-Schulz runs, by batch size, as planned; empty leaves it to a rule.
         region: where in the local tensor the matrices lie, if that is more than one matrix.
         transposed: matrices are stored ``(in, out)``.
         numbers: of the matrices in the parameter; of any length if that is one matrix.
@@ -52,7 +51,6 @@ class Task:
     position: int
     shape: tuple[int, int]
     batch_size: int
-    variants: Mapping[int, str]
     region: Region | None = None
     transposed: bool = False
     numbers: tuple[int, ...] = (0,)
@@ -87,7 +85,6 @@ class Batch:
         momenta: this rank's momentum of each parameter, shaped as the local tensor.
         position: that of the first task.
         shape: ``(m, n)`` of each whole matrix, as it is stored.
-        variants: how Newton-Schulz runs, by batch size, as planned.
         region: where in each local tensor the matrices lie; None where that is one matrix.
         transposed: matrices are stored ``(in, out)``.
         numbers: of the matrices in each parameter that is more than one; several only if it is the only one.
@@ -109,7 +106,6 @@ class Batch:
     momenta: list[Tensor]
     position: int
     shape: tuple[int, int]
-    variants: tuple[tuple[int, str], ...]
     region: Region | None
     transposed: bool
     numbers: tuple[int, ...]
@@ -287,7 +283,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     for batch, part in zip(batches, stacked.split(counts), strict=True):
         batch.stacked, batch.momenta = part, list(part)
     params, momenta = [p for batch in batches for p in batch.params], [m for batch in batches for m in batch.momenta]
-    return Batch(params, momenta, first.position, first.shape, (), None, first.transposed, first.numbers, stacked)
+    return Batch(params, momenta, first.position, first.shape, None, first.transposed, first.numbers, stacked)
 
 
 def make_batches(
@@ -350,8 +346,7 @@ def _batch(
     """Of tasks like ``task``, the first one."""
     if region is not None and len(momenta) == 1 and region.is_slice:
         stacked = region.take(momenta[0])
-    variants = tuple(sorted(task.variants.items()))
-    fields = (params, momenta, task.position, task.shape, variants, region, task.transposed, numbers, stacked)
+    fields = (params, momenta, task.position, task.shape, region, task.transposed, numbers, stacked)
     if task.shared is None:
         return Batch(*fields)
     parcel = replace(task.shared.parcel, count=len(params) * len(numbers))

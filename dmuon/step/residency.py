@@ -167,9 +167,7 @@ class Alone(Residency):
                 numbers = tuple(range(part, len(regions) * region.count, len(regions)))
                 whole = local.ndim == 2 and len(regions) == 1
                 size = unmeasured_batch((m, n))
-                tasks.append(
-                    Task(param, position, (m, n), size, {}, None if whole else region, spec.transposed, numbers)
-                )
+                tasks.append(Task(param, position, (m, n), size, None if whole else region, spec.transposed, numbers))
         return tasks
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:

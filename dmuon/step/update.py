@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,14 +16,12 @@ from dmuon.kernels import (
     HALF,
     Polynomial,
     Variant,
-    adapted,
     apply_update_,
-    choose_variant,
     coefficient_sequence,
     run,
+    step_variant,
     storage_dtype,
     update_scale,
-    variant_fault,
 )
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
@@ -137,7 +134,7 @@ def orthogonalize(
     """
     variant: Variant | str
     if numerics.function is None:
-        variant = variant_for(numerics, batch.shape, batch.variants, len(x), x.device)
+        variant = step_variant(batch.shape, len(x), numerics.sequence, numerics.storage, x.device)
         with timer.phase("ns"):
             update = run(x, variant, numerics.sequence, numerics.storage)
     else:
@@ -227,26 +224,6 @@ def _decay_where_update_does(weights: Sequence[Tensor], update: Tensor | Sequenc
     stacks = [update] if isinstance(update, Tensor) else update
     for weight, part in zip(weights, (part for stack in stacks for part in stack.unbind(0)), strict=True):
         weight.sub_(weight * (weight.sign() * part.sign() >= 0), alpha=decay)
-
-
-@lru_cache(maxsize=4096)
-def variant_for(
-    numerics: Numerics, shape: tuple[int, int], planned: tuple[tuple[int, str], ...], k: int, device: torch.device
-) -> Variant:
-    """How Newton–Schulz runs for ``k`` matrices of ``shape``, made safe for the coefficients.
-
-    Args:
-        planned: by batch size, as the plan says; a batch runs as the largest that is no larger. Without one that can
-            run here, by the rule's choice.
-    """
-    fitting = [text for size, text in sorted(planned) if size <= k]
-    if fitting:
-        variant = Variant.parse(fitting[-1])
-        fault = variant_fault(variant, device, numerics.storage)
-        if fault is None:
-            return adapted(variant, shape, numerics.sequence, numerics.storage, device)
-        warnings.warn(f"the plan runs {shape[0]}x{shape[1]} as {fitting[-1]!r}, which this device cannot: {fault}")
-    return choose_variant(shape, k, numerics.sequence, numerics.storage, device)
 
 
 # -- what a step does to single matrices, in numbers that stay on the device until somebody asks for them --------------

@@ -26,10 +26,9 @@ import dmuon
 from dmuon.comm.agreement import agree
 from dmuon.comm.process_groups import broadcast_object, make_group
 from dmuon.dedicated.runtime import Runtime
-from dmuon.kernels import choose_variant, variant
+from dmuon.kernels import choose_variant, step_variant, variant
 from dmuon.platform.streams import HostCopy, PhaseTimer
 from dmuon.platform.torch_private import current_backward
-from dmuon.step import update
 
 Ranks = Callable[..., list[Any]]
 DEVICES = ("cpu", "pretend")
@@ -40,7 +39,7 @@ FP32: dict[str, Any] = {"ns_dtype": torch.float32}  # half precision elsewhere t
 @contextmanager
 def one_form() -> Iterator[None]:
     """On CPUs alone the rule counts calls, for which it would take another form of Newton–Schulz there."""
-    caches = update.variant_for, choose_variant
+    caches = step_variant, choose_variant
     for cached in caches:
         cached.cache_clear()
     with mock.patch.object(variant, "_CPU_CALL", 0.0):

@@ -185,7 +185,7 @@ def test_first_blocks_run_while_late_owners_still_compute(rank: int, world: int)
     """Rank 1 takes a second for every matrix of the last block; when each rank passed what, by one clock."""
     first = lay("1d-two-lines", build())
     plan = dedications(first.model)[0].plan
-    plan = replace(plan, chunks=dict.fromkeys(plan.chunks, 1), variants={})
+    plan = replace(plan, chunks=dict.fromkeys(plan.chunks, 1))
     laid = lay("1d-two-lines", build(), plan=plan, costs=None)
     matrices = dedications(laid.model)[0].runtime.matrices()
     late = {id(e.rest) for e in matrices if e.fqn.startswith("blocks.2") and e.rest.owner == 1}

@@ -40,13 +40,13 @@ class Buffers:
 @contextmanager
 def recorded_in_buffers(most: int) -> Iterator[None]:
     """All batches are replayed, by at most so many recordings."""
-    choose = update.variant_for
+    choose = update.step_variant
     _forget()
     try:
         with (
             mock.patch.object(replay, "recorder", Buffers()),
             mock.patch.object(replay, "_MOST_GRAPHS", most),
-            mock.patch.object(update, "variant_for", lambda *args: replace(choose(*args), replay=True)),
+            mock.patch.object(update, "step_variant", lambda *args: replace(choose(*args), replay=True)),
         ):
             yield
     finally:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -96,7 +97,10 @@ class Line:
     where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.status:<6}{self.check:<13}{self.where:<38}{self.text}"
+        head = f"{self.status:<6}{self.check:<13}" + (f"{self.where:<28}" if self.where else "")
+        return fill(
+            head + self.text, 100, subsequent_indent=" " * len(head), break_long_words=False, break_on_hyphens=False
+        )
 
 
 class Board:

@@ -36,6 +36,8 @@ _REMOVED = {
     "--limit": "leave it out: a difference beyond its limit is an error",
     "--ranks": "write torchrun --nproc-per-node N --no-python dmuon-check --first-run",
 }
+# The program of a rank. Where it starts counts for nothing: a clone's folder dmuon/ would hide the installed package.
+_RANK = "import sys; sys.path = [x for x in sys.path if x]; from dmuon.tools.cli.check import main; sys.exit(main())"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +96,7 @@ def launch(gpus: int, arguments: Sequence[str]) -> list[str]:
     """The command of a first run: a rank for each of up to 8 GPUs; two on a single one, and on the CPU."""
     ranks = f"--nproc-per-node={min(gpus, 8) if gpus > 1 else 2}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
-    return [*torchrun, "-m", "dmuon.tools.cli.check", *arguments]
+    return [*torchrun, "--no-python", sys.executable, "-c", _RANK, *arguments]
 
 
 def _layouts(

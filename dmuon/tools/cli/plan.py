@@ -14,7 +14,6 @@ from typing import get_args
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
-from dmuon.planning.cost_lookup import fastest_variants
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
 from dmuon.solver import CostTable, Matrix, Method, Plan, Rank, Shape, SolveOptions, plan
 from dmuon.tools.cli.arguments import (
@@ -180,7 +179,7 @@ def _question(arguments: argparse.Namespace) -> _Question:
     if topology.tp > 1:
         table = costs.table.with_transfer({shape: _gather_ns(shape, machine, topology) for shape in costs.table.costs})
         source = f"{costs.source}, gather and scatter over {topology.tp} tensor-parallel ranks added"
-        costs = FoundCosts(table, source, costs.variants)
+        costs = FoundCosts(table, source)
     options = SolveOptions(
         method=arguments.method,
         gap_target=arguments.gap / 100,
@@ -224,8 +223,7 @@ def _costs(source: str, machine: Hardware, matrices: Sequence[Matrix]) -> FoundC
     if source == "flops":
         return FoundCosts(CostTable.from_flops(counts), "estimated from FLOPs")
     cache = CostCache.load(source)
-    name = f"measured on {cache.key.device}, cost cache {os.fspath(source)}"
-    return FoundCosts(cache.table(counts), name, fastest_variants(cache.entries, counts))
+    return FoundCosts(cache.table(counts), f"measured on {cache.key.device}, cost cache {os.fspath(source)}")
 
 
 def _gather_ns(shape: Shape, machine: Hardware, topology: Topology) -> int:

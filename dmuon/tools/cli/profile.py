@@ -101,14 +101,14 @@ def _measure(arguments: argparse.Namespace) -> int:
 def _cost_table(entries: Entries, options: NsOptions, device: torch.device) -> str:
     """One line per shape and batch size: times, rate at whole products, spread, samples, and how it ran."""
     head = f"{'shape':>14} {'batch':>6} {'ms':>11} {'ms each':>11} {'GFLOP/s':>10} {'spread':>7} {'samples':>8}"
-    lines = [f"{head}  variant"]
+    lines = [head]
     for (m, n), timings in sorted(entries.items()):
         flops = options.flops((m, n), device)
         for k, t in sorted(timings.items()):
             each, spread = t.median_ns / k / 1e6, (t.p90_ns - t.p10_ns) / t.median_ns
             lines.append(
                 f"{f'{m}x{n}':>14} {k:>6} {t.median_ns / 1e6:>11.3f} {each:>11.3f} {k * flops / t.median_ns:>10.4g} "
-                f"{spread:>6.1%} {t.n:>8}  {t.variant or 'by rule'}"
+                f"{spread:>6.1%} {t.n:>8}"
             )
     return "\n".join(lines)
 

@@ -263,8 +263,9 @@ def grid_of_groups(groups: Mapping[str, dist.ProcessGroup | None]) -> RankGrid:
     digests = _gathered(hashlib.sha256(repr((grid, views)).encode()).hexdigest(), along.values())
     fault = next((fault for _, fault in views if fault), "")
     if not fault and (len(set(grid.ranks)) < prod(sizes) or len(set(digests)) > 1):
+        told = " and ".join(f"{role}_pg with ranks {list(line)}" for role, line in lines.items())
         fault = (
-            f"{_named(lines)} are not lines of one grid: {len(set(grid.ranks))} ranks {sorted(set(grid.ranks))} where "
+            f"{told} are not lines of one grid: {len(set(grid.ranks))} ranks {sorted(set(grid.ranks))} where "
             f"extents {sizes} make {prod(sizes)}, or ranks with other groups"
         )
     if "pp" in checked:
@@ -305,10 +306,6 @@ def _overlap(lines: Mapping[str, tuple[GlobalRank, ...]]) -> str:
                 f"both hold {shared}"
             )
     return ""
-
-
-def _named(lines: Mapping[str, tuple[GlobalRank, ...]]) -> str:
-    return " and ".join(f"{role}_pg with ranks {list(line)}" for role, line in lines.items())
 
 
 def _gathered(value: _T, groups: Iterable[dist.ProcessGroup]) -> list[_T]:

@@ -227,8 +227,10 @@ def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping
             model = _build(transformers, kind, {k: v for k, v in config.items() if k not in _LEFT_OUT})
     except Exception as error:  # whatever a third party's model raises, the file is what the user can change
         version = getattr(transformers, "__version__", "of unknown version")
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        told = told if len(told) <= _MAX_MESSAGE else f"{told[:_MAX_MESSAGE]}…"
         raise ValueError(
-            f"{path}: transformers {version} cannot build model_type {kind!r} from these fields ({_brief(error)}); "
+            f"{path}: transformers {version} cannot build model_type {kind!r} from these fields ({told}); "
             "correct them, install a transformers that can, or time its shapes with dmuon-profile --shapes"
         ) from error
     try:
@@ -267,8 +269,3 @@ def _offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def _brief(error: Exception) -> str:
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"

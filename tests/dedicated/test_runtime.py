@@ -17,7 +17,6 @@ from harness.toy import OPTIONS, WIDTH, batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import dedications
 
 
@@ -94,7 +93,7 @@ def _filled(runtime: Any) -> int:
     return sum(_nbytes(g) > 0 for g in runtime.buffers)
 
 
-def _nbytes(buffer: OwnedBuffer) -> int:
+def _nbytes(buffer: Any) -> int:
     return sum(storage.nbytes() for storage in buffer.storages)
 
 

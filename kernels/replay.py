@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -37,13 +37,6 @@ class Recording:
     source: Tensor
     result: Tensor
     pool: object = None
-
-
-class Recorder(Protocol):
-    """What makes recordings."""
-
-    def record(self, run_eager: Callable[[Tensor], Tensor], x: Tensor) -> Recording:
-        """Of ``run_eager``, for tensors like ``x``; what this queues waits for nothing, and the host neither."""
 
 
 class _Pool:
@@ -70,6 +63,7 @@ class CudaGraphs:
         self._unfinished: list[Any] = []  # the allocator goes on asking a graph whose capture did not end
 
     def record(self, run_eager: Callable[[Tensor], Tensor], x: Tensor) -> Recording:
+        """Of ``run_eager``, for tensors like ``x``; what this queues waits for nothing, and the host neither."""
         with torch.cuda.device(x.device):
             # Once outside capture: compiling and loading kernels cannot be captured. And not on the stream that
             # captures: its workspace for products must be the graphs' own.
@@ -110,7 +104,7 @@ class CudaGraphs:
         self._unfinished.remove(graph)
 
 
-recorder: Recorder = CudaGraphs()
+recorder = CudaGraphs()
 _lock = threading.Lock()  # of what follows
 _recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()  # the least recently replayed first
 _ended: dict[torch.device, Any] = {}  # an event: the last replay on this device

@@ -102,7 +102,8 @@ class _Search:
     def run(self, solver: MilpSolver) -> None:
         self.tell(cut_off=True)  # until the end is told
         pool = PatternPool(self.problem, solver, self.deadline)
-        pool.add_counts(self.best.counts)
+        for kind, row in zip(self.problem.kind_of.tolist(), self.best.counts, strict=True):
+            pool.add(kind, row)
         methods = {
             "column generation": self._raise_bound,
             "the pattern MILP": self._dive,

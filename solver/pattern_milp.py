@@ -98,11 +98,6 @@ class PatternPool:
         self._pool[key] = int(self.problem.loads(np.array([key[1]]), np.array([kind]))[0])
         return True
 
-    def add_counts(self, counts: Counts) -> None:
-        """The rows of an assignment, as patterns."""
-        for kind, row in zip(self.problem.kind_of.tolist(), counts, strict=True):
-            self.add(kind, row)
-
     def add_all(self, capacity: int) -> bool:
         """Add all patterns within ``capacity`` nanoseconds, if they are few: then :meth:`cover` finds what there is."""
         for kind, most in enumerate(self.problem.most(capacity).T.tolist()):

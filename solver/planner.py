@@ -40,7 +40,7 @@ def plan(
     starts = _starts(problem, bound)
     solution = refine(problem, _shortest(problem, starts, bound), options)
     even = _most_even(problem, solution, starts, options)
-    spread = spread_blocks(ordered, _quota(problem, even.counts))
+    spread = spread_blocks(ordered, {key: even.counts[:, s].tolist() for s, key in enumerate(problem.classes)})
     return _finished(problem, ordered, xor_labels(spread, owners), even, costs)
 
 
@@ -52,7 +52,9 @@ def _finished(
     costs: CostTable,
 ) -> Plan:
     shapes = {m.shape for m in matrices}
-    counts, starts = count_table(problem, matrices, owners), problem.starts[problem.kind_of]
+    classes, starts = {key: s for s, key in enumerate(problem.classes)}, problem.starts[problem.kind_of]
+    counts = np.zeros((problem.ranks, len(classes)), dtype=np.int64)
+    np.add.at(counts, ([owners[m.name] for m in matrices], [classes[m.key] for m in matrices]), 1)
     gap = (problem.makespan(counts) - solution.bound) / problem.makespan(counts)
     proof = f"proven within {gap:.2%} of the optimum by {solution.proof}" if solution.proof else ""
     return Plan(
@@ -65,18 +67,6 @@ def _finished(
         estimated=tuple(shape for shape in costs.estimated if shape in shapes),
         starts_ns=tuple(starts.tolist()) if starts.any() else (),
     )
-
-
-def count_table(problem: Problem, matrices: Sequence[Matrix], owners: Mapping[str, int]) -> Counts:
-    """Matrices of each class per rank, ``(ranks, classes)``."""
-    classes = {key: s for s, key in enumerate(problem.classes)}
-    counts = np.zeros((problem.ranks, len(classes)), dtype=np.int64)
-    np.add.at(counts, ([owners[m.name] for m in matrices], [classes[m.key] for m in matrices]), 1)
-    return counts
-
-
-def _quota(problem: Problem, counts: Counts) -> dict[ClassKey, list[int]]:
-    return {key: counts[:, s].tolist() for s, key in enumerate(problem.classes)}
 
 
 def _starts(problem: Problem, bound: int) -> list[tuple[str, Counts]]:

@@ -120,7 +120,9 @@ def build_problem(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: Cost
     kinds = list(dict.fromkeys(traits))
     costs = []
     for key in classes:
-        _check_owner(members[key][0], ranks)
+        if not any(rank.may_own(key[2]) for rank in ranks):
+            name = members[key][0].name
+            raise Infeasible(f"matrix {name!r}: no rank takes pool {key[2]!r}; add it to the pools of a rank")
         cost = table.costs_up_to(shapes[key], len(members[key]))
         costs.append(np.stack([_kind_costs(cost, s, p is None or key[2] in p) for s, p, _ in kinds]))
     return Problem(
@@ -139,11 +141,6 @@ def _kind_costs(cost: Ints, speed: float, allowed: bool) -> Ints:
     if not allowed:
         return FORBIDDEN * (np.arange(len(cost)) > 0) + np.arange(len(cost))
     return cost if speed == 1 else np.ceil(cost / speed).astype(np.int64)
-
-
-def _check_owner(matrix: Matrix, ranks: Sequence[Rank]) -> None:
-    if not any(rank.may_own(matrix.pool) for rank in ranks):
-        raise Infeasible(f"matrix {matrix.name!r}: no rank takes pool {matrix.pool!r}; add it to the pools of a rank")
 
 
 def lower_bound(problem: Problem) -> int:

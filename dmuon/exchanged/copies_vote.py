@@ -55,7 +55,8 @@ class CopiesVote:
         said = [*self.nothing]
         if not self._own:
             return said
-        checksums = HostCopy(torch.stack([_checksum(self._norms(number)) for number in self._own]))
+        logs = [self._norms(number).log2().sum(dtype=torch.float64) for number in self._own]
+        checksums = HostCopy((torch.stack(logs) * _UNITS).round().clamp(-(2**30), 2**30).to(torch.int32))
         known, self._last = checksums if checksums.immediate else self._last, checksums
         sums = [0] * len(self._own) if known is None else known.tolist()
         for number, checksum in zip(self._own, sums, strict=True):
@@ -121,7 +122,3 @@ def _sample(param: Tensor, grad: Tensor) -> Tensor:
     if local.is_complex():
         local = torch.view_as_real(local)
     return local.view(-1)[:_SAMPLE] if local.numel() > _SAMPLE and local.is_contiguous() else local
-
-
-def _checksum(norms: Tensor) -> Tensor:
-    return (norms.log2().sum(dtype=torch.float64) * _UNITS).round().clamp(-(2**30), 2**30).to(torch.int32)

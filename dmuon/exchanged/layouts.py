@@ -171,7 +171,8 @@ def lay_out(
         members = [(i, one.whole) for i, one in enumerate(placed) if one is not None and one.whole.ranks == ranks]
         domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[members[0][0]]).device)
         for number, (i, _) in enumerate(members):
-            labels[i] = _label(names[i], number, ranks)
+            if " " in names[i]:  # of no module: groups differ between ranks, its number among the shared does not
+                labels[i] = f"{number} of those that ranks {listed(ranks, ' ')} hold together"
         described = [_described(labels[i], params[i], one, strategies.get(id(params[i]))) for i, one in members]
         asked.append((domains[ranks].group, ranks, described))
     require_same_in_turn(asked, fault)
@@ -259,11 +260,6 @@ def _require_shared_alike(ranks: Ranks, shared: Sequence[set[Ranks]]) -> None:
                 )
 
 
-def _label(name: str, number: int, ranks: Ranks) -> str:
-    """The name of a parameter of a module; otherwise, as groups differ between ranks, its number among the shared."""
-    return f"{number} of those that ranks {listed(ranks, ' ')} hold together" if " " in name else name
-
-
 def _described(label: str, param: Tensor, placed: ParameterLayout, strategy: str | None) -> tuple[str, str]:
     """What all ranks that share a parameter must say of it."""
     layout = placed.layout
@@ -323,7 +319,9 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
                 plans |= {} if rest is None else {ranks: rest}
             start_ns += _predicted_ns(matrices, choices, plans.get(ranks), domain.position)
             if domain.position == 0 and ranks in plans:
-                _tell(plans[ranks], ranks)
+                _log.info("ranks %s exchange %s", " ".join(map(str, ranks)), plans[ranks].summary())
+                if _log.isEnabledFor(logging.DEBUG):
+                    _log.debug("loads and batches of what is exchanged:\n%s", plans[ranks].report())
     first.throw()
     by_label = {_label_in_plan(name, layouts.labels): choice.strategy for name, choice in choices.items()}
     pairs = zip(layouts.labels, layouts.strategies, strict=True)
@@ -372,13 +370,6 @@ def _chosen(
 def _label_in_plan(name: str, labels: Collection[str]) -> str:
     """That of the parameter of a matrix."""
     return name if name in labels else name.rpartition("[")[0]
-
-
-def _tell(plan: OwnerPlan, ranks: Ranks) -> None:
-    """One of the ranks tells the log."""
-    _log.info("ranks %s exchange %s", " ".join(map(str, ranks)), plan.summary())
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("loads and batches of what is exchanged:\n%s", plan.report())
 
 
 def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[frozenset[str]] | None]:
@@ -517,7 +508,10 @@ def _tasks_of(
         if not local and len(share.holders) == 1:  # nobody else needs to know of what one rank has alone
             continue
         m, n = share.layout.shape
-        size = _batch_size(layouts, placed.ranks, param, (m, n))
+        plan = layouts.plans.get(placed.ranks)
+        planned = None if plan is None else plan.chunks.get((min(m, n), max(m, n)))
+        nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
+        size = max(1, min(planned or unmeasured_batch((m, n)), layouts.recipe.options.chunk_bytes // nbytes))
         strategy = cast(Strategy, layouts.strategies[index]) if len(share.holders) > 1 else "owner"
         for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
             span = (offset + start, offset + stop) if local else (0, 0)
@@ -537,16 +531,6 @@ def _tasks_of(
             )
             result.append(task)
     return result
-
-
-def _batch_size(layouts: Layouts, ranks: Ranks, param: Tensor, shape: tuple[int, int]) -> int:
-    """Most matrices of a batch, as planned and within the bytes that the options allow."""
-    m, n = shape
-    plan = layouts.plans.get(ranks)
-    planned = None if plan is None else plan.chunks.get((min(m, n), max(m, n)))
-    nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
-    size = min(planned or unmeasured_batch((m, n)), layouts.recipe.options.chunk_bytes // nbytes)
-    return max(1, size)
 
 
 def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parcel:

@@ -19,7 +19,6 @@ from dmuon.model.blocks import canonical_fqn
 from dmuon.model.makeup import (
     EMBEDDINGS,
     Holder,
-    Makeup,
     ModuleTree,
     declared_embeddings,
     longest_path,
@@ -85,7 +84,10 @@ def _routed_around(model: nn.Module) -> list[tuple[Tensor, bool]]:
 
     There as dedication routed it, which did not own what was frozen; outside by policy.
     """
-    inside = _routed_by_dedication(model)
+    dedicated = ((root, dedication_of(root)) for root in model.modules())
+    routed = [route for root, one in dedicated if one is not None for route in one.routes(root)]
+    _remember(routed)  # FSDP2 may have put other parameters there since
+    inside = {id(route.param): route.muon for route in routed}
     outside = undedicated(model)
     if not outside:
         return [(p, inside.get(id(p), False)) for p in model.parameters()]
@@ -100,14 +102,6 @@ def _routed_around(model: nn.Module) -> list[tuple[Tensor, bool]]:
     routes = route_parameters(model, choose)
     _remember(route for route in routes if id(route.param) in free)
     return [(route.param, route.muon) for route in routes]
-
-
-def _routed_by_dedication(model: nn.Module) -> dict[int, bool]:
-    """Whether Muon takes a parameter of what was dedicated in ``model``, by ``id``."""
-    dedicated = ((root, dedication_of(root)) for root in model.modules())
-    routes = [route for root, one in dedicated if one is not None for route in one.routes(root)]
-    _remember(routes)  # FSDP2 may have put other parameters there since
-    return {id(route.param): route.muon for route in routes}
 
 
 def _require_averaged(model: nn.Module, outside: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -279,7 +273,8 @@ def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> lis
 
 
 def _routed_by_dimension(tensors: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
-    makeups = recognize([p for p in tensors if p.ndim > 2])
+    tree, sites = _sites([p for p in tensors if p.ndim > 2 and not _is_decided(p)])
+    makeups = {id(p): makeup_of(tree, p, sites[id(p)]) for p in tensors if id(p) in sites}
     routed = []
     for param in tensors:
         makeup = makeups.get(id(param))
@@ -470,16 +465,6 @@ def _check_param(param: Tensor, use_muon: bool, shards: bool, flat: bool) -> Non
 
 
 # -- models and groups of others ------------------------------------------------------------------------------------
-
-
-def recognize(tensors: Sequence[Tensor]) -> dict[int, Makeup]:
-    """What the modules that hold ``tensors`` say of them, by ``id``.
-
-    Nothing is said of a tensor that no module holds, nor of one that was decided before: that dmuon owns, or that was
-    routed with its model.
-    """
-    tree, sites = _sites([t for t in tensors if t.ndim > 1 and not _is_decided(t)])
-    return {id(t): makeup_of(tree, t, sites[id(t)]) for t in tensors if id(t) in sites}
 
 
 def remember_makeups(tensors: Sequence[Tensor]) -> list[str]:

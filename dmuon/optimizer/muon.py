@@ -38,14 +38,16 @@ from dmuon.optimizer.options import (
     STATE_OPTIONS,
     USUAL,
     Description,
+    Given,
     check_edited,
     check_functions,
+    check_strategy,
     describe,
+    strategies_of,
 )
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
-from dmuon.optimizer.strategies import Given, check_strategy, strategies_of
 from dmuon.optimizer.wrapping import (
     Averagers,
     Wrapping,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dmuon.comm.norm import all_reduce
 from dmuon.step.residency import Residency
-from dmuon.step.update import Done, MatrixStats, StepRecord, Terms, stats_of, totals
+from dmuon.step.update import Done, MatrixStats, StepRecord, Terms, stats_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class MatrixRecord:
         terms = [one for one in self._terms() if one.numel == one.shape[0] * one.shape[1]]
         if not terms:
             return {}
-        columns = totals(terms).T.tolist()
+        columns = torch.cat([one.columns for one in terms], 1).T.tolist()
         shapes = [(label, one.shape) for one in terms for label in one.labels]
         found = {}
         for ((param, number), shape), column in zip(shapes, columns, strict=True):
@@ -127,7 +127,9 @@ class MatrixRecord:
                 own = [one for one in terms if (id(one.labels[0][0]), one.labels[0][1]) in places]
                 if own:
                     at = [places[id(param), number] for one in own for param, number in one.labels]
-                    summed[:, torch.tensor(at, device=shared.device)] = totals(own).to(shared.device)
+                    summed[:, torch.tensor(at, device=shared.device)] = torch.cat([one.columns for one in own], 1).to(
+                        shared.device
+                    )
                 if dist.get_world_size(shared.group) > 1:
                     all_reduce(summed, dist.ReduceOp.SUM, shared.group, "statistics")
                 for (param, number, shape), column in zip(shared.matrices, summed.T.tolist(), strict=True):

@@ -19,8 +19,7 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
 from dmuon.model.matrix_spec import flat_of, remember_spec, spec_of
-from dmuon.optimizer.options import RARE, check_options
-from dmuon.optimizer.strategies import STRATEGY
+from dmuon.optimizer.options import RARE, STRATEGY, check_options
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
@@ -103,7 +102,11 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
         row.check(value)
     stacks = {row.local.untyped_storage().data_ptr() for row, _ in values if row.local.numel()}
     # A user may put what is shown of one parameter into another's place: it is read before anything is written.
-    apart = [v if v is None or not _lies_in(v, stacks) else v.clone() for _, v in values]
+    apart: list[Tensor | None] = []
+    for _, value in values:
+        local = None if value is None else local_tensor(value)
+        shared = local is not None and local.numel() and local.untyped_storage().data_ptr() in stacks
+        apart.append(value.clone() if value is not None and shared else value)
     for (row, _), value in zip(values, apart, strict=True):
         if value is not None or row.is_trained:
             row.make_room()
@@ -113,11 +116,6 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
         part = row.residency.part_of(row.like, value, row.name)
         if part.numel():
             row.local.copy_(part)
-
-
-def _lies_in(value: Tensor, stacks: set[int]) -> bool:
-    local = local_tensor(value)
-    return local.numel() > 0 and local.untyped_storage().data_ptr() in stacks
 
 
 class Momentum:
@@ -352,7 +350,10 @@ def loading_fault(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, A
         return "the state dict has no param_groups and state; pass what an optimizer's state_dict() returned"
     fault = _group_mismatch(saved, groups)
     for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
-        fault = fault or _option_fault(index, {**completed(theirs, ours), "params": ours["params"]})
+        try:
+            check_options({**completed(theirs, ours), "params": ours["params"]})
+        except (TypeError, ValueError) as error:
+            fault = fault or f"group {index} of the saved optimizer: {error}"
         if fault is None and not ours["use_muon"]:
             faults = (_state_fault(states.get(key, {})) for key in theirs["params"])
             fault = next((f"group {index}: {found}" for found in faults if found is not None), None)
@@ -378,14 +379,6 @@ def _group_mismatch(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping
             )
         if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
             return f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
-    return None
-
-
-def _option_fault(index: int, group: Mapping[str, Any]) -> str | None:
-    try:
-        check_options(group)
-    except (TypeError, ValueError) as fault:
-        return f"group {index} of the saved optimizer: {fault}"
     return None
 
 

@@ -27,8 +27,8 @@ from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
 from dmuon.model.matrix_spec import fault_of, flat_of
 from dmuon.optimizer.flat_shards import fault_of_flat
+from dmuon.optimizer.options import Given
 from dmuon.optimizer.state import Origin
-from dmuon.optimizer.strategies import Given
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (

@@ -118,7 +118,11 @@ def make_plan(
         try:
             check_speeds(ranks)  # the job may have begun after a configuration was made
             speeds = [1.0 if ranks is None else float(ranks[member]) for member in ranks_of(group)]
-            own = planned_ranks(hosts, starts, pools, speeds)
+            nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}  # in the order of their first rank
+            own = [
+                Rank(i, nodes[host], speed, pools=None if pools is None else pools[i], start_ns=start)
+                for i, (host, start, speed) in enumerate(zip(hosts, starts, speeds, strict=True))
+            ]
             chosen = _choose(matrices, measured, solve or SolveOptions(), plan, own, ns_per_byte)
             return [None, chosen.to_json(), chosen.origin]
         except Exception as fault:  # every rank must hear of it, whatever it is
@@ -218,17 +222,6 @@ def _find_costs(
         options=ns,
         share=share if world > 1 else None,
     )
-
-
-def planned_ranks(
-    hosts: Sequence[str], starts: Sequence[int], pools: Sequence[frozenset[str]] | None, speeds: Sequence[float]
-) -> list[Rank]:
-    """The ranks as the solver takes them; nodes are numbered in the order of their first rank."""
-    nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
-    return [
-        Rank(index, nodes[host], speed, pools=None if pools is None else pools[index], start_ns=start)
-        for index, (host, start, speed) in enumerate(zip(hosts, starts, speeds, strict=True))
-    ]
 
 
 def _fit(plan: OwnerPlan, matrices: Sequence[Matrix], world: int, pools: Sequence[frozenset[str]] | None) -> OwnerPlan:

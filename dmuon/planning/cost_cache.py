@@ -6,19 +6,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from dmuon.kernels import user_cache_directory
-from dmuon.platform.files import UnreadableFile, check_target, from_json, parse_json, read_json, write_text
+from dmuon.platform.files import UnreadableFile, check_target, from_json, read_json, write_text
 from dmuon.solver import CostTable, Shape
 
 SCHEMA = 2
-
-_REMEDY = "delete the file or measure anew with dmuon-profile"
 
 
 class CostCacheError(ValueError):
@@ -114,21 +112,21 @@ class CostCache:
         """
         path = Path(path)
         try:
-            return _document(read_json(path))
+            document = read_json(path)
+            if not isinstance(document, dict):
+                raise ValueError("the file is no object")
+            schema = document.pop("schema", None)
+            if schema != SCHEMA:
+                raise ValueError(f"field 'schema' is {schema!r}, this version reads {SCHEMA}")
+            return from_json(CostCache, document)
         except UnreadableFile as error:
             raise CostCacheError(
                 f"cost cache {path}: {error}; write it with dmuon-profile --out {path}, or check the path"
             ) from error
         except ValueError as error:
-            raise CostCacheError(f"cost cache {path}: {error}; {_REMEDY}") from None
-
-    @classmethod
-    def parse(cls, data: bytes, name: str) -> CostCache:
-        """Validate the bytes of a file called ``name``; raises as :meth:`load` does."""
-        try:
-            return _document(parse_json(data))
-        except ValueError as error:
-            raise CostCacheError(f"cost cache {name}: {error}; {_REMEDY}") from None
+            raise CostCacheError(
+                f"cost cache {path}: {error}; delete the file or measure anew with dmuon-profile"
+            ) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Merge into the file at ``path``, atomically; entries here win over those in the file.
@@ -225,11 +223,10 @@ def user_cache_files(key: CacheKey) -> list[Path]:
     return sorted(others, key=lambda other: other == path)
 
 
-def shipped_profiles() -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of every profile that dmuon ships."""
-    for item in sorted(resources.files("dmuon.profiles").iterdir(), key=lambda item: item.name):
-        if item.name.endswith(".json"):
-            yield f"dmuon.profiles/{item.name}", item.read_bytes()
+def shipped_profiles() -> list[Path]:
+    """Every profile that dmuon ships."""
+    items = resources.files("dmuon.profiles").iterdir()
+    return [Path(str(item)) for item in sorted(items, key=lambda item: item.name) if item.name.endswith(".json")]
 
 
 def discard_invalid(path: Path) -> None:
@@ -246,13 +243,3 @@ def discard_invalid(path: Path) -> None:
 
 def _digest(key: CacheKey) -> str:
     return hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _document(document: object) -> CostCache:
-    """The cache that ``document`` holds; ValueError names the field that is wrong."""
-    if not isinstance(document, dict):
-        raise ValueError("the file is no object")
-    schema = document.pop("schema", None)
-    if schema != SCHEMA:
-        raise ValueError(f"field 'schema' is {schema!r}, this version reads {SCHEMA}")
-    return from_json(CostCache, document)

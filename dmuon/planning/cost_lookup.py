@@ -117,29 +117,25 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
 
     Warns of invalid files and of costs measured with another driver, torch, CUDA or compiler.
     """
-    caches: list[tuple[str, str, CostCache]] = []
-    for name, data in shipped_profiles():
+    caches: list[tuple[str, CostCache]] = []
+    files = [(f"shipped profile dmuon.profiles/{path.name}", path) for path in shipped_profiles()]
+    for name, path in [*files, *((f"user cache {path}", path) for path in user_cache_files(key))]:
         try:
-            caches.append(("shipped profile", name, CostCache.parse(data, name)))
+            caches.append((name, CostCache.load(path)))
         except CostCacheError as error:
             warnings.warn(f"{error}; not used")
-    for path in user_cache_files(key):
-        try:
-            caches.append(("user cache", str(path), CostCache.load(path)))
-        except CostCacheError as error:
-            warnings.warn(f"{error}; measuring anew")
-    caches.sort(key=lambda item: item[2].matches(key) == "exact")  # later wins
+    caches.sort(key=lambda item: item[1].matches(key) == "exact")  # later wins
     entries: Entries = {}
-    tiers: list[str] = []
-    for tier, name, cache in caches:
+    found: list[str] = []
+    for name, cache in caches:
         match cache.matches(key):
             case "no":
                 continue
             case "compatible":
                 _warn_compatible(name, cache.key, key)
         entries = merge_entries(entries, cache.entries)
-        tiers.insert(0, f"{tier} {name}")
-    return entries, ", ".join(tiers)
+        found.insert(0, name)
+    return entries, ", ".join(found)
 
 
 def _keep(cache: CostCache) -> str | None:
@@ -209,7 +205,7 @@ def _explicit(path: str | os.PathLike[str], key: CacheKey, shapes: Iterable[Shap
                 f"measure on this device with {setting}dmuon-profile"
             )
         case "compatible":
-            _warn_compatible(os.fspath(path), cache.key, key)
+            _warn_compatible(f"cost cache {os.fspath(path)}", cache.key, key)
     lacking = [f"{m}x{n}" for m, n in sorted(shapes) if 1 not in cache.entries.get((m, n), {})]
     if lacking:
         warnings.warn(
@@ -221,7 +217,7 @@ def _explicit(path: str | os.PathLike[str], key: CacheKey, shapes: Iterable[Shap
 
 def _warn_compatible(name: str, cached: CacheKey, key: CacheKey) -> None:
     changes = ", ".join(f"{field} {old} → {new}" for field, (old, new) in cached.differences(key).items())
-    warnings.warn(f"cost cache {name} was measured with other versions ({changes}); run dmuon-profile to renew it")
+    warnings.warn(f"{name} was measured with other versions ({changes}); run dmuon-profile to renew it")
 
 
 def _measure_together(

@@ -59,7 +59,9 @@ def measure(
         return result
     with _clock(device) as clock:
         calibration = (256, 256) if device.type == "cpu" else (2048, 2048)
-        rate = _rate(calibration, device, options, clock)  # operations per ns
+        update = _Batch(calibration, 1, device).update(options)
+        clock(update)
+        rate = options.flops(calibration, device) / min(clock(update) for _ in range(2))  # operations per ns
         deadline = time.perf_counter() + budget_s
         for index, (k, flops, shape) in enumerate(items):
             remaining = (deadline - time.perf_counter()) * 1e9
@@ -94,12 +96,6 @@ def build_kernels(
 def settled(timing: Timing) -> bool:
     """Whether the samples spread so little that measuring again would tell nothing new."""
     return timing.p90_ns - timing.p10_ns < _SPREAD * timing.median_ns
-
-
-def _rate(shape: Shape, device: torch.device, options: NsOptions, clock: Clock) -> float:
-    update = _Batch(shape, 1, device).update(options)
-    clock(update)
-    return options.flops(shape, device) / min(clock(update) for _ in range(2))
 
 
 def _time_batch(update: Callable[[], None], clock: Clock, share_ns: float) -> Timing:

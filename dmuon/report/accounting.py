@@ -13,10 +13,9 @@ from dmuon.dedicated.buffer import OwnedBuffer, fills_wait
 from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.buffer import Spans
-from dmuon.layout.matrices import Strategy
 from dmuon.layout.messages import Message, parcel_messages, region_messages
 from dmuon.optimizer.muon import Muon
-from dmuon.step.batches import SharedBatch, make_batches
+from dmuon.step.batches import make_batches
 from dmuon.step.rounds import ExchangedRound
 from dmuon.step.sharded import ShardedRound, variant_of
 from dmuon.step.update import numerics_of
@@ -193,8 +192,10 @@ def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: tor
         group: of the optimizer, which says in which dtypes momentum and updates travel.
         device: of the momentum.
     """
-    position, dtype = round_.domain.position, round_.batches[0].dtype
-    before, after = travel_bytes(group, dtype, device, round_.parcels[0].strategy)
+    position, dtype, strategy = round_.domain.position, round_.batches[0].dtype, round_.parcels[0].strategy
+    numerics = numerics_of(group, dtype, device)
+    normalized = strategy == "sharded" or (numerics.sent_normalized and strategy != "full_replication")
+    before, after = (numerics.storage if normalized else dtype).itemsize, numerics.storage.itemsize
     for parcel in round_.parcels:
         yield from (m for m in parcel_messages(parcel, position, before, after) if m.purpose != "copy")
     for load in round_.copies.loads:  # what goes on to copies is padded where it travels together
@@ -203,23 +204,8 @@ def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: tor
     yield Message("gather", "domain", None, None, 0, int(any(before.travels for before, _ in round_.routes)))
     yield Message("scatter", "domain", None, None, 0, int(any(after.travels for _, after in round_.routes)))
     for batch in round_.batches if isinstance(round_, ShardedRound) else ():
-        yield gram_message(batch, group, device)
-
-
-def gram_message(batch: SharedBatch, group: Mapping[str, Any], device: torch.device) -> Message:
-    """The sums of the Gram matrices of a batch of which ranks have slices."""
-    numerics = numerics_of(group, batch.dtype, device)
-    blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.storage.itemsize)
-    return Message("sum", "domain", None, None, blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
-
-
-def travel_bytes(
-    group: Mapping[str, Any], momentum: torch.dtype, device: torch.device, strategy: Strategy = "owner"
-) -> tuple[int, int]:
-    """Bytes of an element of momentum (or gradient) on its way to its owner, and of an update on its way back."""
-    numerics = numerics_of(group, momentum, device)
-    normalized = strategy == "sharded" or (numerics.sent_normalized and strategy != "full_replication")
-    return (numerics.storage if normalized else momentum).itemsize, numerics.storage.itemsize
+        blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.storage.itemsize)
+        yield Message("sum", "domain", None, None, blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
 
 
 def _sizes(spans: Spans) -> dict[int, int]:

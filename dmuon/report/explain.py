@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn as nn
@@ -68,9 +67,13 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
     if optimizer is not None:
         lines += ["", *report] if (report := optimizer.exchange_report()) else []
     for dedication in dedicated:
-        lines += ["", *_runtime(dedication.runtime), *_rest(model), "", dedication.plan.report()]
+        sharded = sum(isinstance(m, FSDPModule) for m in model.modules())
+        others = f"sharded by FSDP2 in {sharded} modules" if sharded else "replicated, averaged by dmuon"
+        lines += ["", *_runtime(dedication.runtime), f"the rest: {others}", "", dedication.plan.report()]
     if optimizer is not None:
-        lines += [*_warnings(optimizer), "", *_newton_schulz(optimizer), *_last_step(optimizer)]
+        taken = taken_whole(optimizer._residencies)
+        lines += ["", "warnings", *(f"  {line}" for line in taken)] if taken else []
+        lines += ["", *_newton_schulz(optimizer), *_last_step(optimizer)]
     return "\n".join(lines)
 
 
@@ -217,12 +220,13 @@ def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRo
     shape = first.shape if tensor is None or tensor.matrices > 1 else tensor.shape
     lies = dict.fromkeys(row.lies for row in rows)
     known = [row.predicted_ns for row in rows if row.predicted_ns is not None]
+    owners = sorted({row.owner for row in rows if row.owner is not None})
     return (
         name,
         count,
         shape_text(shape),
         first.lies if len(lies) == 1 else pattern(first.lies),
-        first.strategy if first.owner is None and first.strategy != "owner" else ranks_text(row.owner for row in rows),
+        first.strategy if first.owner is None and first.strategy != "owner" else spans_text(owners),
         _batches(rows),
         first.runs,
         time_text(sum(known)) if known else "" if first.owner is None else time_text(None),
@@ -336,22 +340,8 @@ def _last_step(optimizer: Muon) -> list[str]:
     return lines
 
 
-def _warnings(optimizer: Muon) -> list[str]:
-    """What is perhaps not meant so."""
-    lines = taken_whole(optimizer._residencies)
-    return ["", "warnings", *(f"  {line}" for line in lines)] if lines else []
-
-
 def _unique(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(sorted({str(dtype) for dtype in dtypes}))
-
-
-def _rest(model: nn.Module) -> list[str]:
-    """Who has the parameters that dmuon does not own."""
-    sharded = sum(isinstance(m, FSDPModule) for m in model.modules())
-    return [
-        f"the rest: sharded by FSDP2 in {sharded} modules" if sharded else "the rest: replicated, averaged by dmuon"
-    ]
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
@@ -386,17 +376,11 @@ def time_text(ns: float | None) -> str:
     return "not predicted" if ns is None else f"{ns / 1e6:.3f} ms"
 
 
-def ranks_text(owners: Iterable[GlobalRank | None]) -> str:
-    """Who owns some of several matrices."""
-    known = sorted({owner for owner in owners if owner is not None})
-    return spans_text(known) if known else ""
-
-
 def spans_text(numbers: Sequence[int]) -> str:
     """Ascending numbers, neighbours as a span."""
-    spans: list[list[int]] = [[numbers[0], numbers[0]]]
-    for before, number in pairwise(numbers):
-        if number == before + 1:
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
         else:
             spans.append([number, number])

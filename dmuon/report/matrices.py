@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import Part, resting
-from dmuon.exchanged.layouts import Layouts
 from dmuon.exchanged.user_round import UserRound
 from dmuon.kernels import step_variant
 from dmuon.layout.matrices import Parcel, Strategy, numbered
@@ -230,15 +229,11 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
         )
         labels = [(param, None) for param in batch.params] if whole else batch.labels
         of_call = [replace(row, tensor=names[id(param)], number=number) for param, number in labels]
-        rows += of_call if strategy == "owner" or layouts is None else [_predicted(one, layouts) for one in of_call]
+        for one in of_call:  # what was predicted as its strategy was chosen; nothing where that was given
+            name = one.tensor if one.number is None else f"{one.tensor}[{one.number}]"
+            choice = None if strategy == "owner" or layouts is None else layouts.choices.get(name)
+            rows.append(one if choice is None else replace(one, predicted_ns=choice.predicted_ns))
     return rows
-
-
-def _predicted(row: MatrixRow, layouts: Layouts) -> MatrixRow:
-    """What was predicted as its strategy was chosen; nothing where that was given."""
-    name = row.tensor if row.number is None else f"{row.tensor}[{row.number}]"
-    choice = layouts.choices.get(name)
-    return row if choice is None else replace(row, predicted_ns=choice.predicted_ns)
 
 
 def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]:
@@ -326,11 +321,7 @@ def _shares(plan: OwnerPlan, owned: Mapping[_Kind, int]) -> dict[_Kind, _Share]:
     """``owned``: how many matrices there are."""
     shares = {}
     for kind, count in owned.items():
-        sides = _sides(kind.shape)
+        sides = min(kind.shape), max(kind.shape)
         ns = None if plan.costs is None else plan.costs.cost(sides, count) / count
         shares[kind] = _Share(ns, min(count, plan.chunks[sides]))
     return shares
-
-
-def _sides(shape: tuple[int, int]) -> tuple[int, int]:
-    return min(shape), max(shape)

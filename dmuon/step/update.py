@@ -234,17 +234,15 @@ class Terms:
     """Of some matrices, of each of which this rank has a part with ``numel`` elements.
 
     Attributes:
-        factor: by which the orthogonal factor was multiplied: the learning rate, scaled by shape.
-        update: squared norms of the parts of the update without that factor, ``(k,)``, fp64.
-        weight: squared norms of the parts of the new weights, ``(k,)``, fp64.
+        columns: ``(4, k)``, fp64: what the parts add to squared norms of update and weight, elements, and those times
+            the factor on the orthogonal factor, which is the learning rate, scaled by shape. Sums of them over ranks
+            divided by the elements of the whole matrix are of as many copies as there are.
     """
 
     labels: tuple[Label, ...]
     shape: tuple[int, int]
     numel: int
-    factor: float
-    update: Tensor
-    weight: Tensor
+    columns: Tensor
 
 
 class StepRecord:
@@ -273,7 +271,9 @@ class StepRecord:
         numel = updates[0].numel()
         of_update = local_terms(list(updates), 2.0, None)
         of_weight = local_terms(list(weights), 2.0, None)
-        self.terms.append(Terms(tuple(labels), shape, numel, factor, of_update, of_weight))
+        elements = of_update.new_full((len(labels),), float(numel))
+        columns = torch.stack([of_update * factor**2, of_weight, elements, elements * factor])
+        self.terms.append(Terms(tuple(labels), shape, numel, columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,23 +295,11 @@ class MatrixStats:
     update_ratio: float
 
 
-def totals(terms: Sequence[Terms]) -> Tensor:
-    """``(4, k)``, fp64: what parts add to squared norms of update and weight, elements, and those times the factor.
-
-    Sums of them over ranks divided by the elements of the whole matrix are of as many copies as there are.
-    """
-    columns = []
-    for one in terms:
-        numel = one.update.new_full((len(one.labels),), float(one.numel))
-        columns.append(torch.stack([one.update * one.factor**2, one.weight, numel, numel * one.factor]))
-    return torch.cat(columns, 1)
-
-
 def stats_of(total: Sequence[float], shape: tuple[int, int]) -> MatrixStats | None:
     """Of one matrix, whatever the number of copies; None of one that was not updated.
 
     Args:
-        total: a column of :func:`totals`, over all ranks that hold parts.
+        total: a column of :class:`Terms`, over all ranks that hold parts.
     """
     update, weight, elements, weighted = total
     if not elements:

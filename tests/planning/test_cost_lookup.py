@@ -24,7 +24,7 @@ def timing(ns):
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
     """An empty user cache, no shipped profile, and a process that has measured nothing."""
-    monkeypatch.setattr(costs, "shipped_profiles", lambda: iter(()))
+    monkeypatch.setattr(costs, "shipped_profiles", list)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     forget()
 
@@ -163,7 +163,7 @@ def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, key, cont
     path.write_text(content)
     forget()
     measurements.clear()
-    with pytest.warns(UserWarning, match=f"{path.name}.*measuring anew"):
+    with pytest.warns(UserWarning, match=f"{path.name}.*; not used"):
         alone()
     assert len(measurements) == 6
     assert set(costs.CostCache.load(path).entries) == set(COUNTS)
@@ -196,14 +196,16 @@ def test_another_torchs_costs_are_used_with_a_warning(measurements, keep):
 
 
 def test_a_shipped_profile_is_used_after_the_users_cache(measurements, monkeypatch, keep, tmp_path):
-    shipped = keep(ALL, tmp_path / "shipped.json").read_bytes()
-    monkeypatch.setattr(costs, "shipped_profiles", lambda: iter([("shipped.json", shipped)]))
+    shipped = keep(ALL, tmp_path / "shipped.json")
+    monkeypatch.setattr(costs, "shipped_profiles", lambda: [shipped])
     table, source = alone()
-    assert table.costs[24, 24][1] == 7 and source == "shipped profile shipped.json" and measurements == []
+    assert (
+        table.costs[24, 24][1] == 7 and source == "shipped profile dmuon.profiles/shipped.json" and measurements == []
+    )
     path = keep({(24, 24): {1: 5}})
     table, source = alone()
     assert table.costs[24, 24][1] == 5 and table.costs[16, 16][1] == 7
-    assert source == f"user cache {path}, shipped profile shipped.json"
+    assert source == f"user cache {path}, shipped profile dmuon.profiles/shipped.json"
 
 
 def test_an_explicit_path_is_used_as_it_is(measurements, keep, tmp_path):

@@ -129,7 +129,7 @@ FAULTS = {
     },
     "tests/optimizer/test_record.py -k copies": {
         "copies_are_counted_twice": "copies = «elements / prod(shape)→1.0»",
-        "recorded_update_without_learning_rate": "one.update« * one.factor**2→», one.weight",
+        "recorded_update_without_learning_rate": "of_update« * factor**2→», of_weight",
     },
     "tests/report/test_matrix_tables.py -k calls": {
         "predictions_by_shape_alone": "_Kind(plan.owners[m.name], «(m.rows, m.cols)→m.shape», m.pool)",

@@ -205,15 +205,13 @@ def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:
 
 
 def _overrides(items: Sequence[str]) -> dict[str, float]:
-    pairs = (item.partition("=") for item in items)
-    return {name: _figure(value, f"--set {name}={value}: the value") for name, _, value in pairs}
-
-
-def _figure(text: str, what: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise BadArgument(f"{what} is no number; write NAME=NUMBER") from None
+    figures = {}
+    for name, _, value in (item.partition("=") for item in items):
+        try:
+            figures[name] = float(value)
+        except ValueError:
+            raise BadArgument(f"--set {name}={value}: the value is no number; write NAME=NUMBER") from None
+    return figures
 
 
 def _costs(source: str, machine: Hardware, matrices: Sequence[Matrix]) -> FoundCosts:

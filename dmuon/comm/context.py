@@ -41,8 +41,7 @@ class CommOptions:
         merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights. 0 merges
             nothing.
         hierarchical: refused. A mesh of ``("replicate", "shard")`` keeps what a message passes within the nodes.
-        max_ctas: how many of a GPU's multiprocessors a collective of weights may occupy, on NCCL alone (its
-            ``maxCTAs``): those of a rank that waits for an owner are lost to Newton–Schulz. ``None`` is NCCL's choice.
+        max_ctas: refused. The environment variable ``NCCL_MAX_CTAS`` of NCCL bounds what its collectives occupy.
         asynchronous: ``False`` waits for every collective where it starts: for debugging; results are bitwise the same.
         timeout: of dmuon's own process groups, a ``datetime.timedelta``; ``None`` is that of ``init_process_group``.
 
@@ -68,7 +67,10 @@ class CommOptions:
             raise TypeError("comm.merge_bytes='auto' is no number; write a number of bytes, or 0")
         check_integer("comm.merge_bytes", self.merge_bytes, 0)
         if self.max_ctas is not None:
-            check_integer("comm.max_ctas", self.max_ctas, 1)
+            raise ValueError(
+                "comm.max_ctas is gone; to bound the multiprocessors that a collective may occupy, set NCCL's own "
+                f"environment variable NCCL_MAX_CTAS={self.max_ctas}"
+            )
         if self.hierarchical is not False:
             raise ValueError(
                 "comm.hierarchical is gone; shard within a node and replicate across nodes instead: dedicate over "
@@ -79,11 +81,6 @@ class CommOptions:
             raise TypeError(f"comm.timeout must be a datetime.timedelta or None, got {self.timeout!r}")
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"comm.timeout must be positive, got {self.timeout}")
-
-    def check_backend(self, backend: str) -> None:
-        """Raise ValueError for an option that ``backend`` cannot honour."""
-        if self.max_ctas is not None and backend != "nccl":
-            raise ValueError(f"comm.max_ctas={self.max_ctas} needs NCCL, this group runs {backend}; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +219,6 @@ def _lanes(topology: Topology, along: Literal["r", "s"], device: torch.device, o
     if len(ranks) == 1:
         return None
     position = position_in(ranks, this_rank())
-    weights = make_group(
-        device, partition, f"weights_along_{along}", options.timeout, urgent=True, max_ctas=options.max_ctas
-    )
+    weights = make_group(device, partition, f"weights_along_{along}", options.timeout, urgent=True)
     gradients = make_group(device, partition, f"gradients_along_{along}", options.timeout)
     return Lanes(Line(ranks, position, weights), Line(ranks, position, gradients))

@@ -74,7 +74,6 @@ def make_group(
     timeout: timedelta | None,
     *,
     urgent: bool = False,
-    max_ctas: int | None = None,
 ) -> dist.ProcessGroup:
     """This rank's process group out of ``partition``, of dmuon's own, for tensors of ``device`` and for objects.
 
@@ -89,15 +88,14 @@ def make_group(
         partition: the ranks of each group, ascending; one of them holds this rank.
         timeout: of its collectives; None is that of the default group.
         urgent: on an accelerator its collectives run before others that wait.
-        max_ctas: of an accelerator's multiprocessors, the most that one of its collectives occupies.
     """
     _prepare_exit()
     timeout = default_timeout(device.type) if timeout is None else timeout
     kept = groups_made()
-    key = purpose, tuple(map(tuple, partition)), device, timeout, urgent, max_ctas
+    key = purpose, tuple(map(tuple, partition)), device, timeout, urgent
     if key in kept and has_group(kept[key]):  # it, or all of them, may have been destroyed
         return kept[key]
-    pg_options = group_options(device.type, urgent, timeout, max_ctas)
+    pg_options = group_options(device.type, urgent, timeout)
     make = _made_by_all if default_group_is_bound() else _made_by_members
     group = make(partition, purpose, declared_backend(device.type), timeout, pg_options)
     _devices[group] = device
@@ -265,8 +263,9 @@ def grid_of_groups(groups: Mapping[str, dist.ProcessGroup | None]) -> RankGrid:
     digests = _gathered(hashlib.sha256(repr((grid, views)).encode()).hexdigest(), along.values())
     fault = next((fault for _, fault in views if fault), "")
     if not fault and (len(set(grid.ranks)) < prod(sizes) or len(set(digests)) > 1):
+        told = " and ".join(f"{role}_pg with ranks {list(line)}" for role, line in lines.items())
         fault = (
-            f"{_named(lines)} are not lines of one grid: {len(set(grid.ranks))} ranks {sorted(set(grid.ranks))} where "
+            f"{told} are not lines of one grid: {len(set(grid.ranks))} ranks {sorted(set(grid.ranks))} where "
             f"extents {sizes} make {prod(sizes)}, or ranks with other groups"
         )
     if "pp" in checked:
@@ -307,10 +306,6 @@ def _overlap(lines: Mapping[str, tuple[GlobalRank, ...]]) -> str:
                 f"both hold {shared}"
             )
     return ""
-
-
-def _named(lines: Mapping[str, tuple[GlobalRank, ...]]) -> str:
-    return " and ".join(f"{role}_pg with ranks {list(line)}" for role, line in lines.items())
 
 
 def _gathered(value: _T, groups: Iterable[dist.ProcessGroup]) -> list[_T]:

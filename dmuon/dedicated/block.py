@@ -215,7 +215,7 @@ def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:
     Raises:
         RuntimeError: inside a transformation of ``torch.func``, whose backward is none of autograd's.
     """
-    leaves, structure = tree_flatten(value, is_leaf=_is_no_container)
+    leaves, structure = tree_flatten(value, is_leaf=lambda v: not isinstance(v, tuple) or type(v) is torch.Size)
     places: list[int] = []
     tensors: list[Tensor] = []
     for place, leaf in enumerate(leaves):
@@ -234,10 +234,6 @@ def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:
     for place, tensor in zip(places, passed, strict=True):
         leaves[place] = tensor
     return tree_unflatten(leaves, structure), True
-
-
-def _is_no_container(value: Any) -> bool:
-    return not isinstance(value, tuple) or type(value) is torch.Size
 
 
 class _Boundary(torch.autograd.Function):

@@ -183,11 +183,6 @@ class OwnedBuffer:
         self.name = first if first == last else f"{first} to {last}"
 
     @property
-    def buffer_nbytes(self) -> int:
-        """Bytes that the buffer holds now."""
-        return self._buffer.untyped_storage().nbytes() + self._assembled.untyped_storage().nbytes()
-
-    @property
     def whole_nbytes(self) -> int:
         """Bytes that the buffer holds when it is filled."""
         return self._nbytes + self._assembled.nbytes
@@ -268,17 +263,12 @@ class OwnedBuffer:
             raise RuntimeError(f"block {self.name!r} is {self.state.name}, expected FILLING: {self.state.value}")
         with record_function(f"dmuon::wait_fill {self.name}"):
             self._settle()
-            if self._assembly or self._scattered:
-                with torch.no_grad():
-                    self._assemble()
+            with torch.no_grad() if self._assembly or self._scattered else nullcontext():
+                if self._assembly:  # what is made of several matrices is put where modules find it
+                    torch._foreach_copy_([part for part, _ in self._assembly], [slot for _, slot in self._assembly])
+                for whole, part, slot in self._scattered:
+                    part.write(whole, slot)
         self.state = BufferState.READY
-
-    def _assemble(self) -> None:
-        """Put what was filled where modules find it, of tensors that are made of several matrices."""
-        if self._assembly:
-            torch._foreach_copy_([part for part, _ in self._assembly], [slot for _, slot in self._assembly])
-        for whole, part, slot in self._scattered:
-            part.write(whole, slot)
 
     def free(self) -> None:
         """Give the buffer's memory back, unless somebody else refers to it.
@@ -369,11 +359,6 @@ class Publications:
         self._fills: deque[OwnedBuffer] = deque()  # published, to be filled in this step
         self._fill_budget = 0
         self._fills_wait = fills_wait(comm)
-
-    @property
-    def awaited(self) -> bool:
-        """Whether the step has masters yet to update."""
-        return bool(self._outdated)
 
     def begin(self, buffers: Iterable[OwnedBuffer], outdated: set[int], generation: int) -> None:
         """Publish what of ``buffers`` holds nothing that is ``outdated``; the rest follows."""

@@ -61,7 +61,7 @@ from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag, refuse_unknown, told_apart
 from dmuon.platform.streams import mesh_device
-from dmuon.platform.torch_private import backend_of, outside_compile, require_supported_torch
+from dmuon.platform.torch_private import outside_compile, require_supported_torch
 from dmuon.solver import SolveOptions
 
 _KEYWORDS_ELSEWHERE = told_apart(  # of X-Square's dedicate_params
@@ -176,7 +176,6 @@ def dedicate_params(
             raise type(fault)(f"ns_coefficients, ns_steps or ns_dtype: {fault}") from None
         if not (comm is None or isinstance(comm, CommOptions)):
             raise TypeError(f"comm must be a dmuon.CommOptions, got {type(comm).__name__}")
-        options.check_backend(backend_of(group, mesh_device(mesh.device_type)))
         common: dict[str, object] = {
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}",

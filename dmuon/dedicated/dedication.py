@@ -432,9 +432,6 @@ class Dedicated(Residency):
             if buffer.gradients is not GradState.NONE:
                 buffer.forget_gradients()
 
-    def loads(self) -> list[Sequence[int]]:
-        return [self._runtime.plan.solution.loads_ns]
-
     def shared(self) -> list[Sharing]:
         comm, matrices = self._runtime.comm, list(self._runtime.matrices())
         labels = [(m.rest, part.number if m.is_split else None, part.shape) for m in matrices for part in m.parts]
@@ -445,24 +442,24 @@ class Dedicated(Residency):
     def shown(self, param: Tensor, local: Tensor) -> Tensor:
         if id(param) in self._of_rows:
             return param
-        matrix = self._runtime.matrix_of(param)
+        matrix = self._runtime.by_rest[id(param)]
         return matrix.like_rest(local, f"{matrix.fqn}.{MOMENTUM}")
 
     def shown_rows(self, param: Tensor, local: Tensor) -> Tensor:
-        matrix = self._runtime.matrix_of(param)
+        matrix = self._runtime.by_rest[id(param)]
         thin = of_rows(matrix, local, f"{matrix.fqn}.{ROW_MOMENT}")
         self._of_rows[id(thin.rest)] = thin
         return thin.rest
 
     def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
         rows = self._of_rows.get(id(param))
-        matrix = rows or self._runtime.matrix_of(param)
+        matrix = rows or self._runtime.by_rest[id(param)]
         with self._runtime.comm.monitor.watch("state_dict() of the optimizer"):  # which saves nothing after a fault
             name = matrix.fqn if rows else f"{matrix.fqn}.{MOMENTUM}"
             return state_of(local_tensor(momentum), matrix, name)
 
     def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
-        matrix = self._of_rows.get(id(param)) or self._runtime.matrix_of(param)
+        matrix = self._of_rows.get(id(param)) or self._runtime.by_rest[id(param)]
         if type(momentum) is Tensor and momentum.shape != param.shape:
             return momentum  # what the master holds
         if type(momentum) is OwnedTensor and not lies_as(momentum, matrix.rest):  # shown of another matrix

@@ -45,7 +45,9 @@ def share_initial_values(
         elif comm.position:
             with torch.no_grad():
                 local_tensor(tensor).detach().copy_(value)
-    _put(model, replaced)
+    for module in model.modules():
+        for store, name, tensor in _held(module):
+            store[name] = replaced.get(id(tensor), tensor)
     return masters
 
 
@@ -201,14 +203,6 @@ def _replacement(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
         move_hooks(tensor, fresh)
     fresh.__dict__.update(tensor.__dict__)
     return fresh
-
-
-def _put(model: nn.Module, replaced: dict[int, Tensor]) -> None:
-    """Let all modules hold what takes the place of a tensor, by its ``id``."""
-    for module in model.modules():
-        for store, name, tensor in _held(module):
-            if id(tensor) in replaced:
-                store[name] = replaced[id(tensor)]
 
 
 def _held(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:

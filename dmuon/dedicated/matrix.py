@@ -142,14 +142,6 @@ class Weight:
         """The parts that the data-parallel rank at ``position`` owns."""
         return tuple(part for part in self.parts if part.owner == position)
 
-    def master_shape(self, position: Position) -> tuple[int, ...]:
-        """The shape of the master on that rank: of a matrix, or flat, of several or of one that is stored otherwise."""
-        mine = self.owned_at(position)
-        if self.parts[0].is_whole:
-            rows, columns = self.parts[0].local_shape
-            return (rows if mine else 0, columns)
-        return (sum(part.numel for part in mine),)
-
 
 @dataclass(slots=True, eq=False)
 class OwnedMatrix:
@@ -221,21 +213,18 @@ class OwnedMatrix:
         """As :meth:`set_grad`, and run the hooks that the user has left on the resting form."""
         grad = owned_like(self.rest, local, f"{self.fqn}.grad")
         for hook in list((self.rest._backward_hooks or {}).values()):
-            grad = self._replaced(grad, hook(grad))
+            result = hook(grad)
+            if result is None:
+                continue
+            if not isinstance(result, OwnedTensor) or local_tensor(result).shape != local_tensor(grad).shape:
+                raise RuntimeError(
+                    f"a gradient hook of {self.fqn!r} returned {type(result).__name__}, not a gradient as it was "
+                    "given; compute it from the argument by elementwise operations, or return None"
+                )
+            grad = result
         self.set_grad(local_tensor(grad))
         for hook in list(accumulation_hooks(self.rest).values()):
             hook(self.rest)
-
-    def _replaced(self, grad: OwnedTensor, result: object) -> OwnedTensor:
-        """What a hook has made of ``grad``."""
-        if result is None:
-            return grad
-        if not isinstance(result, OwnedTensor) or local_tensor(result).shape != local_tensor(grad).shape:
-            raise RuntimeError(
-                f"a gradient hook of {self.fqn!r} returned {type(result).__name__}, not a gradient as it was given; "
-                "compute it from the argument by elementwise operations, or return None"
-            )
-        return result
 
 
 def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatrix:
@@ -318,11 +307,15 @@ def resting(param: nn.Parameter) -> nn.Parameter:
 
 
 def initial_master(value: Tensor, weight: Weight, comm: Comm) -> Tensor:
-    """A copy of what this rank owns of ``value``, in fp32 or wider."""
-    dtype = torch.promote_types(value.dtype, torch.float32)
+    """A copy of what this rank owns of ``value``, in fp32 or wider: a matrix, or flat if it is one of several."""
+    mine = weight.owned_at(comm.position)
     with torch.no_grad():
-        copied = joined([part.take(value) for part in weight.owned_at(comm.position)], value)
-        return copied.to(dtype).view(weight.master_shape(comm.position))
+        copied = joined([part.take(value) for part in mine], value)
+        copied = copied.to(torch.promote_types(value.dtype, torch.float32))
+        if not weight.parts[0].is_whole:
+            return copied
+        rows, columns = weight.parts[0].local_shape
+        return copied.view(rows if mine else 0, columns)
 
 
 def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Part, ...]:

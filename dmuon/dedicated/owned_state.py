@@ -38,17 +38,6 @@ REMEDY = (
 )
 
 
-def in_parts(fqn: str) -> RuntimeError:
-    """What libraries are told that write one file, such as safetensors, and ask a tensor for its memory.
-
-    They would write what this rank has under the name of the whole, or say nothing of what to do.
-    """
-    return RuntimeError(
-        f"{fqn!r} in a state dict of a dedicated model cannot be written to one file as it is, since each rank has "
-        f"some of it: {REMEDY}"
-    )
-
-
 @cache
 def warn_of_parts() -> None:
     """What every rank writes for itself is whole, what one writes for all is not."""
@@ -179,7 +168,12 @@ class OwnedState(OwnedTensor):
         return True
 
     def storage(self) -> Any:
-        raise in_parts(self.fqn)  # safetensors asks this before it writes anything
+        # Libraries that write one file, such as safetensors, ask this first. They would write what this rank has under
+        # the name of the whole, or say nothing of what to do.
+        raise RuntimeError(
+            f"{self.fqn!r} in a state dict of a dedicated model cannot be written to one file as it is, since each "
+            f"rank has some of it: {REMEDY}"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = twin = self.clone()

@@ -23,12 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from dmuon.dedicated.owned_operations import (
-    answer_norm,
-    check_and_unscale,
-    number_of,
-    run_on_parts,
-)
+from dmuon.comm.norm import answer_norm, check_and_unscale, named_tensor, require_summed
 from dmuon.layout.topology import Position
 from dmuon.platform.torch_private import (
     Box,
@@ -360,18 +355,52 @@ def _lie_alike(target: Tensor, source: Tensor) -> bool:
 
 
 def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An elementwise operation on lists, in which other tensors may stand beside owned ones."""
+    """An elementwise operation on lists, in which other tensors may stand beside owned ones.
+
+    The parts of the results are the results of the parts. Nothing travels.
+
+    Raises:
+        RuntimeError: tensors that meet in the lists are laid out differently, or not summed yet.
+    """
+    first = args[0]
+    require_summed(first, str(func))
+    for argument in (*args[1:], *kwargs.values()):
+        others = argument if isinstance(argument, (list, tuple)) else [argument] * len(first)
+        for tensor, other in zip(first, others, strict=False):
+            if isinstance(other, Tensor) and other.ndim and _layout(tensor) != _layout(other):
+                raise RuntimeError(
+                    f"{func} mixes {named_tensor(tensor)} with {named_tensor(other)}, which is laid out otherwise; lay "
+                    "both out alike, or do it on whole weights under `with dmuon.summon_full_params(model):`"
+                )
     inplace = func.overloadpacket.__name__.endswith("_")
-    with _told(args[0] if inplace else ()):
-        out = run_on_parts(func, args, kwargs, _laid_like)
+    with _told(first if inplace else ()):
+        out = func(*map(_parts, args), **{name: _parts(value) for name, value in kwargs.items()})
     if inplace:
         # Early updates go by versions, which torch does not count here under a TorchDispatchMode.
-        increment_version([local_tensor(tensor) for tensor in args[0]])
-    return out
+        increment_version([local_tensor(tensor) for tensor in first])
+    if not isinstance(out, (list, tuple)):
+        return out
+    pairs = zip(first, out, strict=True)
+    return [t.like(local) if isinstance(t, OwnedTensor) else like_param(t, local) for t, local in pairs]
 
 
-def _laid_like(tensor: Tensor, local: Tensor) -> Tensor:
-    return tensor.like(local) if isinstance(tensor, OwnedTensor) else like_param(tensor, local)
+def _layout(tensor: Tensor) -> Hashable:
+    """Equal for tensors whose local parts belong together element by element."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return tensor.shape, tensor.device_mesh, tensor.placements, getattr(tensor, "layout_key", None)
+
+
+def _parts(value: Any) -> Any:
+    """What this rank holds of the tensors of a list; of a single tensor, the number."""
+    if isinstance(value, (list, tuple)):
+        return [local_tensor(item) if isinstance(item, Tensor) else item for item in value]
+    return _number_of(value) if isinstance(value, Tensor) else value
+
+
+def _number_of(tensor: Tensor) -> Tensor:
+    """A number that is perhaps spread over ranks, as a plain tensor. Collective then."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _run_alone(func: Any, flat: list[Any], spec: TreeSpec, owned: list[OwnedTensor]) -> Any:
@@ -384,7 +413,7 @@ def _run_alone(func: Any, flat: list[Any], spec: TreeSpec, owned: list[OwnedTens
         raise RuntimeError(f"{func} mixes {names}, which have different owners or shapes; {_REMEDY}")
     # Numbers may lie on another mesh.
     plain = [
-        local_tensor(t) if isinstance(t, OwnedTensor) else number_of(t) if isinstance(t, Tensor) else t for t in flat
+        local_tensor(t) if isinstance(t, OwnedTensor) else _number_of(t) if isinstance(t, Tensor) else t for t in flat
     ]
     args, kwargs = tree_unflatten(plain, spec)
     if func.overloadpacket.__name__.endswith("_"):

@@ -154,10 +154,6 @@ class Runtime:
         """The same on all ranks, and of no other dedicated model."""
         return self.comm.monitor.name
 
-    def matrix_of(self, param: Tensor) -> OwnedMatrix:
-        """The matrix whose resting form ``param`` is."""
-        return self.by_rest[id(param)]
-
     def waiting_grad(self, param: OwnedTensor) -> Tensor | None:
         """The gradient of ``param`` that waits for a backward with synchronization; None of an alias."""
         buffer = self._buffer_of.get(id(param))

@@ -185,7 +185,10 @@ class _Loading:
             Keys that some ranks have too many.
         """
         error: Exception | None = None
-        told = {_NEEDED + key: _kind(state_dict, key, matrix.rest) for key, matrix in owned.items()}
+        told = {
+            _NEEDED + key: _ABSENT if key not in state_dict else describe(state_dict[key], matrix.rest) or _UNFIT
+            for key, matrix in owned.items()
+        }
         for key, tensor in others.items():  # of which ranks may have different ones: only what is wrong counts
             misfit = _misfit(state_dict, key, tensor)
             if misfit is not None:
@@ -223,12 +226,6 @@ def _saved_by(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
             yield name, buffer
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         yield "_extra_state", None
-
-
-def _kind(state_dict: Mapping[str, Any], key: str, param: Tensor) -> str:
-    if key not in state_dict:
-        return _ABSENT
-    return describe(state_dict[key], param) or _UNFIT
 
 
 def _misfit(state_dict: Mapping[str, Any], key: str, tensor: Tensor | None) -> str | None:

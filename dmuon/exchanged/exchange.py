@@ -465,9 +465,6 @@ class LayoutExchange(Exchange):
                 sharings.append(Sharing(domain.group, domain.device, matrices))
         return sharings
 
-    def loads(self) -> list[Sequence[int]]:
-        return [plan.solution.loads_ns for plan in self.layouts.plans.values()]
-
     def report(self) -> list[str]:
         plans = self.layouts.plans.items()
         lines = [f"ranks {listed(ranks, ' ')}: {plan.report()}" for ranks, plan in plans]

@@ -111,23 +111,6 @@ class ModelConfig:
         self.check(name, isinstance(value, bool), "true or false", value)
         return bool(value)
 
-    def text(self, name: str) -> str:
-        """A string that is not empty."""
-        value = self.data.get(name)
-        self.check(name, isinstance(value, str) and value != "", "a non-empty string", value)
-        return str(value)
-
-    def objects(self, name: str) -> list[ModelConfig]:
-        """A list of objects that is not empty."""
-        value = self.data.get(name)
-        self.check(
-            name,
-            isinstance(value, list) and value != [] and all(isinstance(item, dict) for item in value),
-            "a non-empty list of objects",
-            value,
-        )
-        return [ModelConfig(self.path, item, f"{name}[{i}].") for i, item in enumerate(value or [])]
-
     def check(self, name: str, holds: bool, what: str, value: object) -> None:
         """Refuse ``value`` of field ``name`` unless it ``holds``: the field must be ``what``."""
         if not holds:
@@ -178,9 +161,12 @@ def _stack(name: str, layers: int, sizes: Mapping[str, int], table: _Table) -> I
 
 
 def _towers(config: ModelConfig) -> Iterator[MatrixShape]:
-    names = set()
-    for tower in config.objects("towers"):
-        name = tower.text("name")
+    towers, names = config.data.get("towers"), set()
+    is_list = isinstance(towers, list) and towers != [] and all(isinstance(item, dict) for item in towers)
+    config.check("towers", is_list, "a non-empty list of objects", towers)
+    for i, item in enumerate(towers or []):
+        tower, name = ModelConfig(config.path, item, f"towers[{i}]."), item.get("name")
+        tower.check("name", isinstance(name, str) and name != "", "a non-empty string", name)
         if name in names:
             raise ValueError(f"{config.path}: field '{tower.prefix}name' repeats {name!r}; name each tower once")
         names.add(name)
@@ -227,8 +213,10 @@ def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping
             model = _build(transformers, kind, {k: v for k, v in config.items() if k not in _LEFT_OUT})
     except Exception as error:  # whatever a third party's model raises, the file is what the user can change
         version = getattr(transformers, "__version__", "of unknown version")
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        told = told if len(told) <= _MAX_MESSAGE else f"{told[:_MAX_MESSAGE]}…"
         raise ValueError(
-            f"{path}: transformers {version} cannot build model_type {kind!r} from these fields ({_brief(error)}); "
+            f"{path}: transformers {version} cannot build model_type {kind!r} from these fields ({told}); "
             "correct them, install a transformers that can, or time its shapes with dmuon-profile --shapes"
         ) from error
     try:
@@ -267,8 +255,3 @@ def _offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def _brief(error: Exception) -> str:
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"

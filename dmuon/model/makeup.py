@@ -157,18 +157,14 @@ def stored_form(module: nn.Module, name: str, param: Tensor) -> MatrixSpec | Non
             return None
         return MatrixSpec(flattened=True, num_heads=module.groups)
     if param.ndim == 2:
-        return MatrixSpec(transposed=name == "weight" and is_transposed_linear(module))
+        transposed = any(base.__name__ == "Conv1D" for base in type(module).__mro__)  # of GPT-2, which stores (in, out)
+        return MatrixSpec(transposed=name == "weight" and transposed)
     return MatrixSpec() if param.ndim == 3 else None
 
 
 def is_depthwise(module: nn.Module) -> bool:
     """Whether each output of a convolution has an input of its own, so that its kernel is no matrix."""
     return isinstance(module, _ConvNd) and module.in_channels == module.groups
-
-
-def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether a layer stores its weight ``(in, out)``: ``Conv1D`` of GPT-2."""
-    return any(base.__name__ == "Conv1D" for base in type(module).__mro__) and not isinstance(module, _ConvNd)
 
 
 def _is_of(owner: nn.Module, rule: Rule) -> bool:

@@ -135,7 +135,11 @@ def route_to_blocks(
     shared: list[tuple[str, list[str]]] = []
     for route in routes:
         if _is_trained(route):
-            holding = _blocks_of(route.fqn, route.sites, table)
+            if any(id(module) not in table for module, _ in route.sites):
+                raise ValueError(
+                    f"select chose {route.fqn!r}, which lies outside every block; name its block with blocks=[…]"
+                )
+            holding = list({id(b): (n, b) for module, _ in route.sites for n, b in table[id(module)]}.values())
             if len(holding) > 1:
                 shared.append((route.fqn, sorted(name for name, _ in holding)))
             name, block = holding[0]
@@ -204,7 +208,12 @@ def _route(
     for fqn, param, sites in params:
         if is_lazy(param):
             raise ValueError(f"parameter {fqn!r} {UNINITIALIZED}")
-        _refuse_sparse(fqn, param, sites)
+        for module, _ in sites:
+            if param.requires_grad and isinstance(module, EMBEDDINGS) and module.sparse:
+                raise ValueError(
+                    f"parameter {fqn!r} is that of {type(module).__name__}(sparse=True), whose gradient is sparse; "
+                    "Muon and AdamW update whole tensors: build it with sparse=False, or freeze it"
+                )
     is_excluded = exclusion(exclude, [fqn for fqn, _, _ in params])
     embeddings = _embedding_ids(model)
     tree = ModuleTree.of(model)
@@ -374,12 +383,6 @@ def _require_selectable(fqn: str, param: nn.Parameter, sites: _Sites, spec: Matr
             )
 
 
-def _blocks_of(fqn: str, sites: _Sites, table: Mapping[int, Sequence[NamedModule]]) -> list[NamedModule]:
-    if any(id(module) not in table for module, _ in sites):
-        raise ValueError(f"select chose {fqn!r}, which lies outside every block; name its block with blocks=[…]")
-    return list({id(block): (name, block) for module, _ in sites for name, block in table[id(module)]}.values())
-
-
 def _shared(found: Sequence[tuple[str, list[str]]]) -> ValueError:
     """Of all parameters that lie in several blocks, so that one remedy does for them."""
     (fqn, names), others = found[0], len(found) - 1
@@ -391,15 +394,6 @@ def _shared(found: Sequence[tuple[str, list[str]]]) -> ValueError:
         f"untie it, keep it on AdamW with exclude={patterns!r} or select=…, or name one block that contains both: "
         "blocks=[model], or several smaller modules that share nothing and hold all matrices"
     )
-
-
-def _refuse_sparse(fqn: str, param: nn.Parameter, sites: _Sites) -> None:
-    for module, _ in sites:
-        if param.requires_grad and isinstance(module, EMBEDDINGS) and module.sparse:
-            raise ValueError(
-                f"parameter {fqn!r} is that of {type(module).__name__}(sparse=True), whose gradient is sparse; Muon "
-                "and AdamW update whole tensors: build it with sparse=False, or freeze it"
-            )
 
 
 def _why_reparametrized(fqn: str, sites: _Sites) -> str | None:

@@ -14,8 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.norm import absent_term, join_terms, norms_of, reduce_terms
-from dmuon.dedicated.owned_operations import by_kind, whole_terms
+from dmuon.comm.norm import absent_term, by_kind, join_terms, norms_of, reduce_terms, whole_terms
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.layout.topology import listed

@@ -500,7 +500,7 @@ class Muon(torch.optim.Optimizer):
         present = self._present(fault)
         # From here on nothing is refused.
         if not self._steps:
-            tell_first_step(self.param_groups, self._residencies, self._rounds)
+            tell_first_step(self.param_groups, self._residencies)
         self._steps += 1
         self._timer.reset()
         self._done = []

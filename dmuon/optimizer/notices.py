@@ -1,16 +1,15 @@
-"""What an optimizer tells the log at its first step: where its matrices live, and what costs more than it should."""
+"""What an optimizer tells the log: where its matrices live, what looks wrong about them, and what computes them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.dedication import Dedicated
@@ -20,13 +19,14 @@ from dmuon.model.makeup import ModuleTree, longest_path, looks_fused, makeup_of,
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.log import logger
 from dmuon.step.residency import Alone, Residency
-from dmuon.step.rounds import AloneRound, Round
+from dmuon.step.rounds import Round
 from dmuon.step.update import numerics_of
 
 _P = ParamSpec("_P")
 
 _log = logger(__name__)
 
+_NAMED = 3  # of what is alike
 _LARGE = 0.02  # learning rate of a group: Keller Jordan's default, and more than is usual on AdamW's scale
 _OF_TORCH = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}  # not adjust_lr_fn
 
@@ -61,10 +61,8 @@ def tell_scale(init: Callable[_P, None]) -> Callable[_P, None]:
     return told
 
 
-def tell_first_step(
-    groups: Iterable[Mapping[str, Any]], residencies: Sequence[Residency], rounds: Sequence[Round]
-) -> None:
-    """Once, by one of the ranks that share matrices: where they live, and what costs more than it should.
+def tell_first_step(groups: Iterable[Mapping[str, Any]], residencies: Sequence[Residency]) -> None:
+    """Once, by one of the ranks that share matrices: where they live, and which look like several.
 
     What none of the groups has is told on every rank.
     """
@@ -88,8 +86,6 @@ def tell_first_step(
         sum(map(len, others)),
         "" if all(alone) else f"; {alone.count(False)} matrices are frozen, and Muon's when they train",
     )
-    for line in advice(residencies, rounds):
-        _log.info("%s", line)
 
 
 def _warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable[Dedicated]) -> None:
@@ -126,41 +122,6 @@ def _speaks(residencies: Iterable[Residency]) -> bool:
     return any(dist.get_rank(group) == 0 for group in groups) if groups else this_rank() == 0
 
 
-# -- what costs more than it should ---------------------------------------------------------------------------------
-
-_DOMINATES = 1.5  # times the mean load
-_NAMED = 3  # of what is alike
-
-
-def advice(residencies: Sequence[Residency], rounds: Sequence[Round]) -> list[str]:
-    """A line for each thing that this rank can tell. Communicates nothing."""
-    return [
-        *_dominating(loads for residency in residencies for loads in residency.loads()),
-        *_repeated(rounds),
-    ]
-
-
-def _dominating(plans: Iterable[Sequence[int]]) -> Iterator[str]:
-    for loads in plans:
-        most = max(loads) * len(loads) / max(1, sum(loads))
-        if most > _DOMINATES:
-            yield (
-                f"owner {loads.index(max(loads))} of {len(loads)} has {most:.1f} times the mean load: there are too "
-                "few matrices, or one outweighs all others"
-            )
-
-
-def _repeated(rounds: Iterable[Round]) -> Iterator[str]:
-    """Work that several ranks may do alike."""
-    alone = [batch for round_ in rounds if isinstance(round_, AloneRound) for batch in round_.batches]
-    plain = [p for batch in alone for p in batch.params if not isinstance(p, (DTensor, OwnedTensor))]
-    if plain and dist.is_initialized() and dist.get_world_size() > 1:
-        yield (
-            "wrap the model in DDP, or pass distributed_config=create_processgroup_config(dp_pg=…), if other ranks "
-            f"hold copies of {len({id(p) for p in plain})} parameters: nothing says so, and all ranks do the same work"
-        )
-
-
 def taken_whole(residencies: Sequence[Residency]) -> list[str]:
     """A line if something looks like several matrices that Muon has as one: by its sizes, or since a user said so."""
     params = {id(p): p for residency in residencies for p in residency.params if p.requires_grad}.values()
@@ -174,11 +135,8 @@ def taken_whole(residencies: Sequence[Residency]) -> list[str]:
             names += [repr(longest_path(tree.above(*site))) for site in looks[:1]]
     if not names:
         return []
+    more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
     return [
-        f"{_some(names)}: looks like several projections fused into one tensor, and is orthogonalized as one "
-        "matrix; if it is several, let select return the dmuon.MatrixSpec that says which"
+        f"{', '.join(names[:_NAMED])}{more}: looks like several projections fused into one tensor, and is "
+        "orthogonalized as one matrix; if it is several, let select return the dmuon.MatrixSpec that says which"
     ]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")

@@ -8,8 +8,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -33,8 +32,8 @@ def write_bytes(path: Path, data: bytes) -> None:
             left as it is.
     """
     target = check_target(path)
-    with _about(path):
-        temporary = target.with_name(f".{target.name[:_NAME]}.{secrets.token_hex(8)}.dmuon-tmp")
+    temporary = target.with_name(f".{target.name[:_NAME]}.{secrets.token_hex(8)}.dmuon-tmp")
+    try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -50,6 +49,10 @@ def write_bytes(path: Path, data: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # names it, whichever file failed
 
 
 def check_target(path: Path) -> Path:
@@ -67,17 +70,6 @@ def check_target(path: Path) -> Path:
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "is no regular file, and is not replaced; name a file", str(path))
     return path
-
-
-@contextmanager
-def _about(path: Path) -> Iterator[None]:
-    """Errors name ``path``, whatever the file that failed was called."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class UnreadableFile(ValueError):

@@ -39,7 +39,7 @@ def mesh_device(device_type: str) -> torch.device:
     return torch.device(device_type, module.current_device())
 
 
-def group_options(device_type: str, urgent: bool, timeout: timedelta, max_ctas: int | None) -> Any:
+def group_options(device_type: str, urgent: bool, timeout: timedelta) -> Any:
     """Options of a process group: on NCCL, urgent collectives get a stream of high priority.
 
     The timeout is here too, since torch warns where it differs from that of the group.
@@ -48,8 +48,6 @@ def group_options(device_type: str, urgent: bool, timeout: timedelta, max_ctas: 
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
     options._timeout = timeout
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
     return options
 
 

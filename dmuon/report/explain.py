@@ -23,7 +23,7 @@ from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
-from dmuon.optimizer.notices import advice, taken_whole
+from dmuon.optimizer.notices import taken_whole
 from dmuon.platform.options import check_integer
 from dmuon.report.accounting import expected_memory, expected_traffic
 from dmuon.report.matrices import MatrixRow, RankSums, is_laid_out, matrix_rows, rank_sums
@@ -71,8 +71,8 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
         others = f"sharded by FSDP2 in {sharded} modules" if sharded else "replicated, averaged by dmuon"
         lines += ["", *_runtime(dedication.runtime), f"the rest: {others}", "", dedication.plan.report()]
     if optimizer is not None:
-        costly = [*advice(optimizer._residencies, optimizer._rounds), *taken_whole(optimizer._residencies)]
-        lines += ["", "warnings", *(f"  {line}" for line in costly)] if costly else []
+        taken = taken_whole(optimizer._residencies)
+        lines += ["", "warnings", *(f"  {line}" for line in taken)] if taken else []
         lines += ["", *_newton_schulz(optimizer), *_last_step(optimizer)]
     return "\n".join(lines)
 

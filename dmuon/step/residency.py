@@ -79,10 +79,6 @@ class Residency(ABC):
             names: of them, by ``id``.
         """
 
-    def loads(self) -> list[Sequence[int]]:
-        """What each plan predicts for each of its ranks, in nanoseconds."""
-        return []
-
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:

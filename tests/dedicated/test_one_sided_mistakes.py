@@ -86,9 +86,6 @@ ONE_RANK: dict[str, tuple[Callable[[Network], Any], type[Exception], str]] = {
         lambda _: {"comm": dmuon.CommOptions(prefetch=3)},
         ValueError, r"option comm is .*prefetch=3.* on rank 1 and .*prefetch=1.* on rank 0",
     ),
-    "impossible option": (
-        lambda _: {"comm": dmuon.CommOptions(max_ctas=4)}, ValueError, "comm.max_ctas=4 needs NCCL",
-    ),
     "wrapped": (
         lambda m: m.blocks.__setitem__(0, nn.DataParallel(m.blocks[0])),
         ValueError, r"module 'blocks\.0' is wrapped in DataParallel",

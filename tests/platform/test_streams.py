@@ -21,7 +21,6 @@ class Options:
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self._timeout = timedelta(minutes=10)
-        self.config = SimpleNamespace(max_ctas=-1)
 
 
 @pytest.fixture
@@ -34,22 +33,20 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nccl")
 def test_options_agree_with_the_group_about_its_timeout() -> None:
     """Otherwise torch warns, once for each group."""
-    options: Any = group_options("cuda", False, timedelta(minutes=30), None)
+    options: Any = group_options("cuda", False, timedelta(minutes=30))
     assert options._timeout == timedelta(minutes=30)
     assert not options.is_high_priority_stream
-    assert options.config.max_ctas == -1, "NCCL's own choice"
 
 
 @pytest.mark.usefixtures("nccl")
 def test_what_is_asked_for_is_handed_on() -> None:
-    options: Any = group_options("cuda", True, timedelta(seconds=7), 4)
+    options: Any = group_options("cuda", True, timedelta(seconds=7))
     assert options._timeout == timedelta(seconds=7)
     assert options.is_high_priority_stream
-    assert options.config.max_ctas == 4
 
 
 def test_other_back_ends_have_none() -> None:
-    assert group_options("cpu", True, timedelta(seconds=7), None) is None
+    assert group_options("cpu", True, timedelta(seconds=7)) is None
 
 
 class Group:

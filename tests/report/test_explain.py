@@ -60,42 +60,6 @@ def test_groups_of_ones_own_are_told_as_they_are() -> None:
     assert "in no group" not in line_of(text, "1.bias")
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_work_that_several_ranks_may_repeat_is_told(rank: int, world: int) -> None:
-    model = build()
-    assert "copies of 9 parameters: nothing says so, and all ranks do the same work" in dmuon.explain(
-        model, dmuon.Muon(model, **OPTIONS)
-    )
-    mesh = init_device_mesh("cpu", (world,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    assert "all ranks do the same work" not in dmuon.explain(model, dmuon.Muon(model, **OPTIONS))
-
-
-@pytest.mark.parametrize("dedicated", [True, False])
-@on_ranks(2)
-def test_an_owner_that_dominates_is_told(rank: int, world: int, dedicated: bool) -> None:
-    model: Any = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Linear(8, 8))])
-    mesh = init_device_mesh("cpu", (world,))
-    if dedicated:
-        dmuon.dedicate_params(model[0], mesh, costs="flops", select=lambda fqn, _, p: p.ndim == 2, blocks=[model[0]])
-        model = model[0]
-    else:
-        fully_shard(model[0], mesh=mesh)
-    optimizer = (
-        dmuon.Muon(model, **OPTIONS)
-        if dedicated
-        else dmuon.Muon(
-            [{"params": [p for p in model.parameters() if p.ndim == 2], "use_muon": True}],
-            distributed_config=dmuon.create_dtensor_config(costs="flops"),
-        )
-    )
-    text = dmuon.explain(model, optimizer)
-    assert "times the mean load" in text or rank == 0
-
-
 class Fused(nn.Module):
     """``qkv`` tells by its name, ``wi`` by what follows it, ``square`` is only named like one, ``down`` is none."""
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from harness import polling
 from harness.pool import RankPool
 from run import PROGRAMS, WITHOUT_RANKS
 
@@ -26,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["OMP_NUM_THREADS"] = "1"  # of programs that tests start; matrices are small, and threads would spin
     torch.set_num_threads(1)
+    polling.calm(config.stash[_cache])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

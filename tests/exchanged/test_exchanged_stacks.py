@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import raised_by
 from harness.dtensors import no_whole_tensors, noise, parameter, placements_of
-from harness.hand_laid import Weights
+from harness.hand_laid import SPLITS, Weights
 from harness.inside import exchange_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.toy import OPTIONS
@@ -43,12 +43,13 @@ STEPS = 3
     ids=["1", "2", "2-sequential", "3-small-chunks", "4", "4-unpacked"],
 )
 @on_ranks()
-def test_stacks_on_any_placement_equal_matrices_of_their_own(rank: int, world: int, options: dict[str, Any]) -> None:
-    """Every stack and matrix on every placement, in one optimizer."""
+def test_all_matrices_on_any_placement_equal_those_of_their_own(rank: int, world: int, options: dict[str, Any]) -> None:
+    """Every stack, matrix and tensor that is several matrices on every placement, in one optimizer."""
     weights = Weights()
-    for i, shape in enumerate([*SHAPES, *MATRICES]):
-        for extents, placements in placements_of(world, len(shape)):
-            weights.shard(i, shape, init_device_mesh("cpu", extents), placements)
+    tensors = [*((shape, None) for shape in (*SHAPES, *MATRICES)), *((split.shape, split) for split in SPLITS)]
+    for i, (shape, split) in enumerate(tensors):
+        for extents, placements in placements_of(world, 2 if split and split.spec.flattened else len(shape)):
+            weights.shard(i, shape, init_device_mesh("cpu", extents), placements, split=split)
     optimizer = weights.optimizer(create_dtensor_config(costs="flops", **options))
     calls = 0
     for _ in range(STEPS):
@@ -56,7 +57,7 @@ def test_stacks_on_any_placement_equal_matrices_of_their_own(rank: int, world: i
         with no_whole_tensors():
             calls += weights.step(optimizer, grads)
     weights.check(optimizer)
-    assert over_ranks(calls) == STEPS * sum(p.shape[0] if p.ndim == 3 else 1 for p in weights.params)
+    assert over_ranks(calls) == STEPS * sum(map(len, weights.twin.params))
 
 
 @pytest.mark.pitfall("P13")
@@ -203,6 +204,3 @@ def test_a_users_assignment_that_asks_the_generated_one_keeps_its_plan(rank: int
         tasks = exchange_of(optimizer).tasks()
         found.append([(task.numbers, task.shared.parcel.owner, task.shared.domain.ranks) for task in tasks])
     assert found[0] == found[1] and len({owner for _, owner, _ in found[0]}) == 2
-
-
-# -- a model --------------------------------------------------------------------------------------------------------

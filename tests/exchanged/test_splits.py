@@ -1,13 +1,12 @@
-"""Tensors that are several matrices: each part is updated as a matrix of its own, wherever its rows and columns lie."""
+"""Tensors that are several matrices: each is updated as one of its own; for placements see test_exchanged_stacks.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn as nn
-from harness.dtensors import functions_of_whole_tensors, no_whole_tensors, placements_of
+from harness.dtensors import functions_of_whole_tensors
 from harness.hand_laid import SPLITS, Weights, be_made_of
 from harness.on_ranks import on_ranks, over_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,34 +27,6 @@ def test_parts_of_many_layers_are_orthogonalized_together() -> None:
     weights.train(optimizer, STEPS)
     assert (optimizer.last_step.ns_matrices, optimizer.last_step.ns_batches) == (12, 3)
     weights.check(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (1, {}),
-        (2, {}),
-        (3, {"prefetch_count": 3, "chunk_bytes": 500}),
-        pytest.param(4, {}, marks=pytest.mark.slow),
-        pytest.param(3, {"async_gpu_parallelism": False, "prefetch_count": 0}, marks=pytest.mark.slow),
-    ],
-    ids=["1", "2", "3-small-chunks", "4", "3-sequential"],
-)
-@on_ranks()
-def test_parts_on_any_placement_equal_matrices_of_their_own(rank: int, world: int, options: dict[str, Any]) -> None:
-    weights = Weights()
-    for i, split in enumerate(SPLITS):
-        dims = 2 if split.spec.flattened else len(split.shape)
-        for extents, placements in placements_of(world, dims):
-            weights.shard(i, split.shape, init_device_mesh("cpu", extents), placements, split=split)
-    optimizer = weights.optimizer(create_dtensor_config(costs="flops", **options))
-    calls = 0
-    for _ in range(STEPS):
-        grads = weights.give()
-        with no_whole_tensors():
-            calls += weights.step(optimizer, grads)
-    weights.check(optimizer)
-    assert over_ranks(calls) == STEPS * sum(map(len, weights.twin.params))
 
 
 @on_ranks(2)

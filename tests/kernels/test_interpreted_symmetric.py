@@ -64,18 +64,24 @@ pytestmark = [pytest.mark.pitfall("P43", "P44", "P45"), pytest.mark.skipif(bool(
 
 @pytest.fixture(
     params=[
-        pytest.param(POINTERS, id="pointers"),
-        pytest.param(DESCRIPTORS, id="descriptors"),
-        pytest.param(HALVES, id="halves", marks=pytest.mark.slow),
+        pytest.param((POINTERS, torch.float16), id="pointers"),
+        pytest.param((DESCRIPTORS, torch.float16), id="descriptors"),
+        pytest.param((DESCRIPTORS, torch.float32), id="descriptors, fp32", marks=pytest.mark.slow),
+        pytest.param((HALVES, torch.float16), id="halves", marks=pytest.mark.slow),
     ]
 )
-def config(request):
+def case(request):
     return request.param
 
 
-@pytest.fixture(params=[torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-def dtype(request):
-    return request.param
+@pytest.fixture
+def config(case):
+    return case[0]
+
+
+@pytest.fixture
+def dtype(case):
+    return case[1]
 
 
 def symmetric_product(a: Tensor, b: Tensor, c: Tensor | None = None, *, beta: float = 0.0, **options) -> Tensor:

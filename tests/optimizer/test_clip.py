@@ -353,9 +353,6 @@ def test_torch_functions_equal_single_process(results_of: Any, layout: str) -> N
     assert all(totals == results[0] for totals in results), "the same numbers on all ranks"
 
 
-# Any placements at random.
-
-
 # Pipeline stages.
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatch
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +50,20 @@ MEMBERS: dict[str, dict[str, Any]] = {
 }
 # Gradients that ranks sum up in another order are at times rounded otherwise than in one process.
 NEAR = {"bf16 momentum": 1e-4}
-EVERY = pytest.mark.parametrize("member", MEMBERS)
+STATEFUL = ("normuon", "bf16 momentum")  # whose state is laid out by where matrices lie
+
+
+def cases(every: Sequence[Any], some: Sequence[Any], slow: Sequence[Any] = ()) -> list[Any]:
+    """Of a place and a member: every member, or those whose state depends on the place."""
+    found = [*((place, member) for place in every for member in MEMBERS), *product(some, STATEFUL)]
+    return [*found, *(pytest.param(*case, marks=pytest.mark.slow) for case in product(slow, STATEFUL))]
 
 
 def paper(member: str, lr: float = LR) -> Paper:
     return Paper(lr, DECAY, **MEMBERS.get(member, {}))
 
 
-@EVERY
-@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
+@pytest.mark.parametrize(("world", "member"), cases([1, 2], [], [3, 4]))
 @on_ranks()
 def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, member: str) -> None:
     """DTensors of all splits: rows and columns, even and uneven, copies, and both dimensions at once."""
@@ -69,8 +76,7 @@ def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, member
     weights.check(optimizer)
 
 
-@EVERY
-@pytest.mark.parametrize("strategy", ["replicated", "sharded", "full_replication"])
+@pytest.mark.parametrize(("strategy", "member"), cases(["sharded"], ["replicated", "full_replication"]))
 @on_ranks(2)
 def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member: str, strategy: str) -> None:
     if (member, strategy) == ("function", "sharded"):
@@ -83,10 +89,7 @@ def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member:
     weights.check(optimizer)
 
 
-@EVERY
-@pytest.mark.parametrize(
-    "layout", ["3", "tp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("2", "ddp", "hsdp"))]
-)
+@pytest.mark.parametrize(("layout", "member"), cases(["3"], ["tp"], ["ddp", "hsdp"]))
 def test_tensors_of_any_matrices_that_dmuon_owns(ranks: RankPool, layout: str, member: str) -> None:
     ranks({"hsdp": 4, "3": 3}.get(layout, 2), owned, layout, member)
 
@@ -110,11 +113,7 @@ def owned(rank: int, world: int, layout: str, member: str) -> None:
     assert_equal_weights({name: found[name] for name in expected}, expected, NEAR.get(member, 1e-5))
 
 
-@EVERY
-@pytest.mark.parametrize(
-    "layout",
-    ["ddp", "fsdp2-3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp-alone", "1d-3", "fsdp2-tp", "cp-mesh"))],
-)
+@pytest.mark.parametrize(("layout", "member"), cases(["fsdp2-3"], ["ddp"], ["tp-alone", "1d-3", "fsdp2-tp", "cp-mesh"]))
 def test_models_as_users_lay_them_out(ranks: RankPool, layout: str, member: str) -> None:
     ranks(LAYOUTS[layout].world, laid_out, layout, member)
 
@@ -161,12 +160,14 @@ TOPOLOGIES = [
     ("fsdp2-2", "fsdp2-3"), ("fsdp2-2", "single"), ("fsdp2-2", "1d"), ("1d", "1d-3"), ("1d", "fsdp2-tp"),
     ("tp-fsdp", "fsdp2-3"), ("fsdp2-tp", "tp"), ("experts on 3", "rows on 2"), ("rows on 2", "experts alone"),
 ]  # fmt: skip
-QUICK = TOPOLOGIES[::4]
 
 
-@pytest.mark.parametrize("member", ["normuon", "bf16 momentum"])
 @pytest.mark.parametrize(
-    ("source", "target"), [p if p in QUICK else pytest.param(*p, marks=pytest.mark.slow) for p in TOPOLOGIES]
+    ("source", "target", "member"),
+    [
+        pytest.param(*places, STATEFUL[i % 2], marks=() if i % 3 == 0 else pytest.mark.slow)
+        for i, places in enumerate(TOPOLOGIES)
+    ],
 )
 def test_state_goes_on_anywhere(ranks: RankPool, tmp_path: Path, source: str, target: str, member: str) -> None:
     path = str(tmp_path)

@@ -253,8 +253,9 @@ def _trains(
 
 
 def placements(quick: list[tuple[str, str]], mla_under_tp: bool) -> Any:
-    """All of them, of which the others are slow."""
-    found = [p for p in PLACEMENTS if mla_under_tp or "tp" not in p[0] or p[1] != "mla"]
+    """All of them, or every other one without MLA under tensor parallelism; those that are not quick are slow."""
+    found = [p for p in PLACEMENTS if "tp" not in p[0] or p[1] != "mla"][::2]
+    found = PLACEMENTS if mla_under_tp else [*quick, *(p for p in found if p not in quick)]
     params = [p if p in quick else pytest.param(*p, marks=pytest.mark.slow) for p in found]
     return pytest.mark.parametrize(("layout", "kind"), params)
 

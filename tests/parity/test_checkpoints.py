@@ -125,7 +125,7 @@ ROUND = [
     *("tp-fsdp", "tp-alone", "ddp-2", "1d-1", "cp", "hsdp-two-lines", "ddp-4", "tp-ddp", "tp-two-lines", "1d-4"),
     "1d-two-lines, keep",
 ]
-STEPS = (1, 4, 9)  # from each to the one so many places further on
+STEPS = (1, 4)  # from each to the one so many places further on
 QUICK = [
     (SINGLE, "1d"),
     ("fsdp2-3", "1d"),

@@ -19,11 +19,10 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.pitfall("P21")
-@pytest.mark.parametrize("runs", [3, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_all_runs_give_one_digest(name: str, runs: int) -> None:
+def test_all_runs_give_one_digest(name: str) -> None:
     matrices, ranks, costs = CASES[name]
-    assert len({plan(matrices, ranks, costs).digest for _ in range(runs)}) == 1
+    assert len({plan(matrices, ranks, costs).digest for _ in range(3)}) == 1
 
 
 @pytest.mark.pitfall("P51")

@@ -74,10 +74,11 @@ def test_the_update_is_that_of_one_process(rank: int, world: int, prefetch: int,
     weights.check(optimizer)
 
 
-LAYOUT_CASES = [
-    ("fsdp2-2", True), ("tp-alone", True), ("ddp", True),
-    ("fsdp2-3", False), ("fsdp2-hsdp", False), ("fsdp2-tp", False), ("replicate-fsdp", False), ("cp-groups", False),
-]  # fmt: skip
+QUICK_CASES = [*(("fsdp2-2", way) for way in WAYS), ("tp-alone", "sharded"), ("ddp", "full_replication")]
+SLOW_CASES = [
+    *(("fsdp2-tp", way) for way in WAYS),
+    *zip(("fsdp2-3", "fsdp2-hsdp", "replicate-fsdp", "cp-groups"), (*WAYS, "sharded"), strict=True),
+]
 
 
 def on_layout(_rank: int, _world: int, name: str, strategy: str) -> None:
@@ -94,16 +95,21 @@ def on_layout(_rank: int, _world: int, name: str, strategy: str) -> None:
     assert {one.owner for one in optimizer.exchanged()} == {None}
 
 
-@pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if fast else pytest.mark.slow) for name, fast in LAYOUT_CASES]
+    ("name", "strategy"), [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
 )
 def test_a_model_on_a_layout_trains_as_in_one_process(ranks: RankPool, name: str, strategy: str) -> None:
     ranks(LAYOUTS[name].world, on_layout, name, strategy)
 
 
-@pytest.mark.parametrize("strategy", WAYS)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 0.05), (torch.float16, 0.03), (torch.float64, 1e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "limit", "strategy"),
+    [
+        *((torch.bfloat16, 0.05, way) for way in WAYS),
+        (torch.float16, 0.03, "sharded"),
+        (torch.float64, 1e-5, "full_replication"),
+    ],
+)
 @on_ranks(2)
 def test_other_dtypes_are_as_near_to_one_process_as_owners_are(
     rank: int, world: int, dtype: Any, limit: float, strategy: str

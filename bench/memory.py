@@ -84,7 +84,7 @@ LAYOUTS: dict[str, Callable[[GPT, DeviceMesh], Laid]] = {
 def measure_layout(world: int, name: str) -> dict[str, float]:
     """The three numbers of one layout, each of the rank that has most."""
     torch.manual_seed(0)
-    with Live() as live:
+    with Live(counting=False) as live:
         model = GPT(CONFIG)
         elements = sum(p.numel() for p in model.parameters())
         laid, optimizer = LAYOUTS[name](model, init_device_mesh("cpu", (world,)))

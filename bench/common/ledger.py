@@ -32,11 +32,12 @@ class Live(TorchDispatchMode):
 
     Attributes:
         peak: most bytes that were alive at once of them, since :meth:`restart` if that was called.
+        counting: whether it is kept up; before the first restart perhaps nobody asks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counting: bool = True) -> None:
         super().__init__()
-        self.peak = 0
+        self.peak, self.counting = 0, counting
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def bytes(self) -> int:
@@ -47,7 +48,7 @@ class Live(TorchDispatchMode):
 
     def restart(self) -> None:
         gc.collect()
-        self.peak = self.bytes()
+        self.peak, self.counting = self.bytes(), True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -56,7 +57,8 @@ class Live(TorchDispatchMode):
             key = storage._cdata
             if key not in given and (key not in self._storages or self._storages[key]() is None):
                 self._storages[key] = weakref.ref(storage)
-        self.saw(self.bytes())
+        if self.counting:
+            self.saw(self.bytes())
         return found
 
     def saw(self, alive: int) -> None:

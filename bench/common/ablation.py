@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from common.rules import baseline
 from dmuon import OwnerPlan
+from dmuon.kernels import orthogonalize
 from dmuon.model.config import read_model
 from dmuon.solver import CostTable, Matrix, plan
 from dmuon.tools.simulation.hardware import HARDWARE, Device
@@ -22,6 +24,7 @@ from dmuon.tools.simulation.wave_model import Product, product_s, wave_costs
 SEQUENTIAL = "sequential everywhere"
 OWNERS, GRAM, PLANNER, TUNED = "owners", "+ Gram, symmetric", "+ planner", "+ batches, tuning"
 LEVELS = (OWNERS, GRAM, PLANNER, TUNED)
+TEXTBOOK = partial(orthogonalize, method="standard", backend="torch")
 STEPS = 5
 PREDICTED = ("qwen2.5-7b", "a800", 128)  # a model, GPUs and ranks of the published ablation
 # By the seed, of the step's speedup; owners and planner are one part there.
@@ -44,8 +47,7 @@ def ablated(level: str, found: OwnerPlan) -> OwnerPlan:
         if level == PLANNER
         else baseline("round-robin", matrices, found.world, costs)
     )
-    variants = {shape: {1: "standard torch by1"} for shape in found.chunks} if level == OWNERS else {}
-    return replace(found, solution=solution, chunks=dict.fromkeys(found.chunks, 1), variants=variants, costs=costs)
+    return replace(found, solution=solution, chunks=dict.fromkeys(found.chunks, 1), costs=costs)
 
 
 def predicted() -> dict[str, float]:

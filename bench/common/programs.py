@@ -20,7 +20,7 @@ from training.model import GPT, GPTConfig
 from training.trainer import adamw, sharded
 
 import dmuon
-from common.ablation import SEQUENTIAL, TUNED, ablated
+from common.ablation import OWNERS, SEQUENTIAL, TEXTBOOK, TUNED, ablated
 from common.clock import collect, in_turn, medians
 from common.options import TurnOptions
 from common.ranks import over_ranks, timed
@@ -136,7 +136,8 @@ def build_dedicated(name: str, mode: Mode, model: GPT, sizes: Sizes) -> Program:
         for block in model.blocks:
             dmuon.fully_shard(block, mesh=mesh, reshard_after_forward=not mode.keep)
         dmuon.fully_shard(model, mesh=mesh)
-    optimizer = dmuon.Muon(model, lr=LR, overlap_backward=mode.overlap)
+    form = {"orthogonalize": TEXTBOOK} if mode.level == OWNERS else {}
+    optimizer = dmuon.Muon(model, lr=LR, overlap_backward=mode.overlap, **form)
     # With overlap, backward orthogonalizes whether or not a step follows, so that its own would hide that.
     layout = name.replace(" overlap", "")
     return Program(name, model, [optimizer], "owners", layout, shared=mode.dims == "tp")

@@ -70,13 +70,12 @@ def momentum_update(
 
     ``momentum ← beta · momentum + (1 - beta) · grad``; the result is that, or with ``nesterov`` the same
     average of the gradient and the new momentum. It is a new tensor in momentum's dtype; gradients are not
-    modified.
+    modified. One pass on CUDA.
 
     Raises:
         ValueError: momentum not fp32 or fp64, or a gradient of another shape than its momentum.
     """
-    _check_fold(grads, momentum)
-    return _fold(grads, momentum, beta, nesterov)
+    return _fold(grads, momentum, beta, nesterov, _fused_fold(grads, momentum))
 
 
 @torch.no_grad()
@@ -107,7 +106,7 @@ def normalized_momentum(
     if fused is not None and kept != torch.float64:
         norms = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
         return fused.normalized_update(grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, dtype=kept), norms
-    update = _fold(grads, momentum, beta, nesterov)
+    update = _fold(grads, momentum, beta, nesterov, fused)
     result, norms = divide(update, storage, eps, out=update if update.dtype == kept else None)
     return result, norms.reshape(len(update))
 
@@ -132,7 +131,7 @@ def momentum_norms(
     if fused is not None:
         found: Tensor = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
         return found
-    update = _fold(grads, momentum, beta, nesterov)
+    update = _fold(grads, momentum, beta, nesterov, None)
     norms: Tensor = torch.linalg.vector_norm(update.flatten(1), dim=1, dtype=torch.float64)
     return norms
 
@@ -183,11 +182,19 @@ def normalized(
 ) -> tuple[Tensor, Tensor]:  # (k, m, n), (k,)
     """Gathered matrices, divided by their norms and rounded to ``storage`` once, and the norms in fp64.
 
+    On CUDA two passes: one sums squares, the other divides.
+
     Raises:
         ValueError: ``eps`` negative or not finite.
     """
     if not 0 <= eps < math.inf:
         check_eps(eps)
+    kept = carrier_dtype(x.device, storage)
+    if (x.device.type != "cpu" or INTERPRETED) and x.dtype == torch.float32 and kept != torch.float64 and len(x):
+        fused, matrices = _fused(x.device), list(x.unbind(0))
+        if fused is not None and fused.takes(matrices, x):
+            norms = fused.norms_of(x)
+            return fused.normalized_update(matrices, x, norms, beta=0.0, nesterov=False, eps=eps, dtype=kept), norms
     result, norms = divide(x, storage, eps)
     return result, norms.reshape(len(x))
 
@@ -266,8 +273,8 @@ def muon_update_(
     apply_update_(params, update, lr=lr, weight_decay=weight_decay, scale=scale)
 
 
-def _check_fold(grads: Sequence[Tensor], momentum: Tensor) -> None:
-    """Raise ``ValueError`` where nothing takes these tensors."""
+def _fused_fold(grads: Sequence[Tensor], momentum: Tensor) -> Any:
+    """The Triton kernels, where they take these tensors, or ``None``; raises where nothing takes them."""
     if momentum.dtype not in _MOMENTUM_DTYPES:
         raise ValueError(f"momentum must be fp32 or fp64, got {momentum.dtype}; keep optimizer state in fp32")
     if momentum.ndim != 3 or len(grads) != momentum.shape[0]:
@@ -278,19 +285,17 @@ def _check_fold(grads: Sequence[Tensor], momentum: Tensor) -> None:
     for index, grad in enumerate(grads):
         if grad.shape != shape:  # copy_ would broadcast
             raise ValueError(f"gradient {index} is {tuple(grad.shape)}, momentum {tuple(shape)}; batch equal shapes")
-
-
-def _fused_fold(grads: Sequence[Tensor], momentum: Tensor) -> Any:
-    """The Triton kernels, where they take these tensors, or ``None``; raises where nothing takes them."""
-    _check_fold(grads, momentum)
     if (momentum.device.type == "cpu" and not INTERPRETED) or momentum.dtype != torch.float32 or not grads:
         return None
     fused = _fused(momentum.device)
     return fused if fused is not None and fused.takes(grads, momentum) else None
 
 
-def _fold(grads: Sequence[Tensor], momentum: Tensor, beta: float, nesterov: bool) -> Tensor:
-    """:func:`momentum_update` of checked arguments."""
+def _fold(grads: Sequence[Tensor], momentum: Tensor, beta: float, nesterov: bool, fused: Any) -> Tensor:
+    """:func:`momentum_update` of checked arguments, by ``fused`` if that is not ``None``."""
+    if fused is not None:
+        folded: Tensor = fused.momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
+        return folded
     update = _stacked(grads, momentum)
     momentum.lerp_(update, 1 - beta)
     return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
@@ -325,6 +330,8 @@ def built_passes(device: torch.device) -> Any:
         matrix, stacked = torch.ones(4, 4, device=device), torch.ones(1, 4, 4, device=device)
         norms = fused.momentum_norms([matrix], stacked, beta=0.5, nesterov=True)
         fused.normalized_update([matrix], stacked, norms, beta=0.5, nesterov=True, eps=0.0, dtype=torch.float32)
+        fused.momentum_update([matrix], stacked, beta=0.5, nesterov=True)
+        fused.norms_of(stacked)
         fused.apply_update([matrix], stacked, lr=0.1, weight_decay=0.1, scale=1.0)
     except Exception as error:  # whatever a compiler may raise
         warnings.warn(

@@ -40,7 +40,7 @@ LAUNCH = {"BLOCK": _BLOCK, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": 
 
 # One compiled kernel for all values: Triton would specialize on integers that are 1 or multiples of 16, and on
 # addresses that are. Only ALIGNED says so here. Floats must arrive as such, or their type would differ too.
-_RUN_TIME = ("grads", "momentum", "partials", "norms", "out", "weights", "update", "numel", "tiles")
+_RUN_TIME = ("grads", "momentum", "partials", "norms", "out", "weights", "update", "x", "numel", "tiles")
 _MINIMUM_CAPABILITY = (8, 0)
 
 
@@ -117,6 +117,36 @@ def normalized_update(
     return out
 
 
+def momentum_update(
+    grads: Sequence[Tensor],  # k of (m, n), fp32, fp16 or bf16
+    momentum: Tensor,  # (k, m, n), fp32
+    *,
+    beta: float,
+    nesterov: bool,
+) -> Tensor:  # (k, m, n), fp32
+    """Fold gradients into ``momentum`` in place as :func:`momentum_norms` does; return what to orthogonalize.
+
+    For matrices of which a rank has a part, whose norms are of the whole.
+    """
+    out = torch.empty_like(momentum, memory_format=torch.contiguous_format)
+    if out.numel():
+        stacked = [momentum, out]
+        _launch(_fold_kernel, grads, stacked, 1 - beta, beta, stacked=stacked, nesterov=nesterov)
+        increment_version(momentum)
+    return out
+
+
+def norms_of(x: Tensor) -> Tensor:  # (k, m, n), fp32, fp16 or bf16 -> (k,), fp64
+    """Frobenius norms of stacked matrices, as :func:`momentum_norms` has them."""
+    k, numel, tiles = _tiles(x)
+    partials = torch.empty((k, tiles), dtype=torch.float64, device=x.device)
+    if partials.numel():
+        aligned = x.data_ptr() % 16 == 0 and numel % 16 == 0
+        with torch.cuda.device_of(x):
+            _norm_kernel[(k * tiles,)](x, partials, numel, tiles, ALIGNED=aligned, **LAUNCH)
+    return partials.sum(dim=1).sqrt_()
+
+
 def apply_update(
     params: Sequence[Tensor],  # k of (m, n), fp32, fp16 or bf16
     update: Tensor,  # (k, m, n), fp32, fp16 or bf16
@@ -189,12 +219,42 @@ def _momentum_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
-    momentum_tile = stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK)
-    grad = tl.load(tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0).to(tl.float32)
-    average = _lerp(tl.load(momentum_tile, mask=mask, other=0.0), grad, grad_weight)
-    tl.store(momentum_tile, average, mask=mask)
-    update = _lerp(grad, average, beta) if NESTEROV else average
+    update = _folded(grads, momentum, matrix, start, mask, grad_weight, beta, numel, NESTEROV, GRAD, ALIGNED, BLOCK)
     tl.store(partials + tl.program_id(0), _square_sum(update))
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def _fold_kernel(
+    grads: tl.tensor,  # (k,) addresses
+    momentum: tl.tensor,  # (k, numel)
+    out: tl.tensor,  # (k, numel)
+    grad_weight: float,
+    beta: float,
+    numel: tl.tensor,
+    tiles: tl.tensor,
+    NESTEROV: tl.constexpr,
+    GRAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
+    update = _folded(grads, momentum, matrix, start, mask, grad_weight, beta, numel, NESTEROV, GRAD, ALIGNED, BLOCK)
+    out_tile = stacked_tile(out, matrix, numel, start, ALIGNED, BLOCK)
+    tl.store(out_tile, update.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def _norm_kernel(
+    x: tl.tensor,  # (k, numel)
+    partials: tl.tensor,  # (k, tiles), fp64
+    numel: tl.tensor,
+    tiles: tl.tensor,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
+    values = tl.load(stacked_tile(x, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
+    tl.store(partials + tl.program_id(0), _square_sum(values.to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
@@ -241,6 +301,20 @@ def _apply_kernel(
     change = tl.load(stacked_tile(update, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
     param = tl.fma(change.to(tl.float32), step, param * decay).to(PARAM)
     tl.store(param_tile, param, mask=mask)
+
+
+@triton.jit
+def _folded(
+    grads: tl.tensor, momentum: tl.tensor, matrix: tl.tensor, start: tl.tensor, mask: tl.tensor,
+    grad_weight: float, beta: float, numel: tl.tensor,
+    NESTEROV: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # (BLOCK,)  # fmt: skip
+    """A tile of the gradient into that of the momentum, and what is to be orthogonalized of it."""
+    momentum_tile = stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK)
+    grad = tl.load(tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0).to(tl.float32)
+    average = _lerp(tl.load(momentum_tile, mask=mask, other=0.0), grad, grad_weight)
+    tl.store(momentum_tile, average, mask=mask)
+    return _lerp(grad, average, beta) if NESTEROV else average
 
 
 @triton.jit

@@ -16,6 +16,8 @@ import triton.language as tl
 from dmuon.kernels import (
     apply_update_,
     momentum_norms,
+    momentum_update,
+    normalized,
     normalized_update,
     update_triton,
 )
@@ -228,6 +230,31 @@ def run_single(case: MomentumCase, grad: Tensor, row: Tensor) -> tuple[Tensor, T
     norms = momentum_norms([grad], momentum, beta=case.beta, nesterov=case.nesterov)
     options = {"beta": case.beta, "nesterov": case.nesterov, "eps": case.eps, "storage": case.out}
     return momentum[0], norms[0], normalized_update([grad], momentum, norms, **options)[0]
+
+
+QUICK_PARTS = ("default", "unaligned, ragged, bf16", "both infinities")
+SLOW_PARTS = ("no nesterov", "two tiles", "one element", "1e-36 fp32 out", "1e37 fp32 out", "zero", "spread")
+
+
+@pytest.mark.pitfall("P32", "P35", "P38", "P39", "P44", "P45")
+@pytest.mark.parametrize("name", [*QUICK_PARTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PARTS)])
+def test_a_part_is_folded_and_the_whole_divided_as_in_one(name):
+    """What an exchanged matrix takes: momentum and update in one pass, then norm and division of what was gathered."""
+    case = MOMENTUM_CASES[name]
+    values, start = inputs(case)
+    options = {"beta": case.beta, "nesterov": case.nesterov}
+    whole = start.clone()
+    norms = momentum_norms(values, whole, **options)
+    expected = normalized_update(values, whole, norms, eps=case.eps, storage=torch.float32, **options)
+    buffers = Buffers(case.offset)
+    grads, momentum = [buffers.place(value) for value in values], buffers.place(start)
+    before = writes(momentum)
+    update = momentum_update(grads, momentum, **options)
+    assert writes(momentum) == before + 1 and same(momentum, whole), "the same bits as the pass that sums squares"
+    assert all(same(grad, value) for grad, value in zip(grads, values, strict=True))
+    out, of_update = normalized(buffers.place(update), storage=torch.float32, eps=case.eps)
+    assert same(of_update, norms) and same(out, expected)
+    assert buffers.margins_intact()
 
 
 @pytest.mark.pitfall("P39", "P44", "P45")

@@ -13,13 +13,17 @@ from aot import Recorder, resources
 
 from dmuon.kernels import update_triton as triton_update
 
-KERNELS = tuple(getattr(triton_update, f"_{name}_kernel") for name in ("momentum", "normalize", "apply"))
+KERNELS = tuple(
+    getattr(triton_update, f"_{name}_kernel") for name in ("momentum", "normalize", "apply", "fold", "norm")
+)
 
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 MOMENTUM = {"grads": torch.int64, "momentum": FP32, "partials": torch.float64, "grad_weight": float, "beta": float}
 NORMALIZE = {"grads": torch.int64, "momentum": FP32, "norms": torch.float64, "out": FP16, "beta": float, "eps": float}
 APPLY = {"weights": torch.int64, "update": FP16, "decay": float, "step": float}
+FOLD = {"grads": torch.int64, "momentum": FP32, "out": FP32, "grad_weight": float, "beta": float}
+NORM = {"x": FP32, "partials": torch.float64}
 # Kernel, run-time types, compile-time values, vector loads and stores a thread makes of its 16 elements.
 COMPILED = {
     "momentum": (KERNELS[0], MOMENTUM, {"NESTEROV": True, "GRAD": tl.float32}, 8, 4),
@@ -29,6 +33,9 @@ COMPILED = {
     "normalize, no nesterov": (KERNELS[1], NORMALIZE, {"NESTEROV": False, "GRAD": tl.float32}, 4, 2),
     "normalize, 64-bit size": (KERNELS[1], NORMALIZE, {"NESTEROV": True, "GRAD": tl.float32}, 8, 2),
     "apply": (KERNELS[2], APPLY, {"PARAM": tl.float32}, 6, 4),
+    "fold": (KERNELS[3], FOLD, {"NESTEROV": True, "GRAD": tl.float32}, 8, 8),
+    "fold, bf16 gradients": (KERNELS[3], FOLD, {"NESTEROV": False, "GRAD": tl.bfloat16}, 6, 8),
+    "norm": (KERNELS[4], NORM, {}, 4, 0),
     "apply, bf16": (KERNELS[2], APPLY | {"update": BF16}, {"PARAM": tl.bfloat16}, 4, 2),
 }
 
@@ -57,7 +64,7 @@ def test_aligned_kernels_move_16_bytes_at_a_time_and_do_not_spill(name, arch):
     assert ".ftz" not in compiled.ptx, "subnormals count"
 
 
-@pytest.mark.parametrize("name", ["momentum", "normalize, bf16", "apply, bf16"])
+@pytest.mark.parametrize("name", ["momentum", "normalize, bf16", "apply, bf16", "fold", "norm"])
 def test_unaligned_kernels_compile_and_do_not_spill(name):
     compiled = resources(launch(Recorder(COMPILED[name][0], 90), name, aligned=False))
     assert compiled.spill_bytes == 0
@@ -65,7 +72,7 @@ def test_unaligned_kernels_compile_and_do_not_spill(name):
 
 
 @pytest.mark.pitfall("P44", "P46")
-@pytest.mark.parametrize("name", ["momentum", "normalize", "apply"])
+@pytest.mark.parametrize("name", ["momentum", "normalize", "apply", "fold", "norm"])
 def test_one_kernel_serves_all_sizes_addresses_and_values(name):
     recorder = Recorder(COMPILED[name][0], 90)
     for offset, size, number in [(0, 4096, 0.9), (1, 17, 1.0), (3, 1, 0.0), (0, 2**31 - 1, 0.5), (0, 2**31, 0.5)]:

@@ -48,6 +48,7 @@ ASKS_FOR_THE_CPU = {
     "_fused": COMPUTES,
     "_fused_fold": COMPUTES,
     "_zeros": "which memory a device copies from",
+    "normalized": COMPUTES,
     "apply_update_": COMPUTES,
     "triton_fault": COMPUTES,
     "_described": OPTION,

@@ -21,6 +21,7 @@ from types import FrameType
 import torch
 from common.options import parse
 from common.ranks import run_ranks
+from common.results import head, write_json
 from training import report
 from training.data import DataError, load_corpus
 from training.settings import DTYPES, OPTIMIZERS, Job, Settings
@@ -40,6 +41,7 @@ class Arguments:
         lr_adamw: also of dmuon's AdamW part.
         lr_dmuon: of the block matrices.
         dtype: of the computation; ``auto`` is bfloat16 on CUDA.
+        json: a file to write the table and the curves of the validation loss to.
     """
 
     long: bool = False
@@ -63,6 +65,7 @@ class Arguments:
     checkpoint_every: int = 100
     device: str = "auto"
     dtype: str = "auto"
+    json: str | None = None
 
 
 class Interrupted(BaseException):
@@ -183,7 +186,10 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + interruption.number
     records = report.read(out / "metrics.jsonl")
     results = [report.find_run(records, optimizer, seed) for optimizer, seed in runs]
-    print(f"\n{report.format_table(results)}\n\n{report.explain(results, *settings.size)}\n")
+    print(f"\n{report.table(results)}\n\n{report.explain(results, *settings.size)}\n")
+    if args.json is not None:
+        said = head(Path(__file__).name, sys.argv[1:] if argv is None else argv)
+        write_json(args.json, {**said, "settings": asdict(settings), "rows": report.rows(results)})
     report.plot(results, out / "loss.png")
     print(f"metrics: {out / 'metrics.jsonl'}\nplot:    {out / 'loss.png'}")
     return 0

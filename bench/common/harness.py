@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 
 from common.options import Options, RankOptions, parse
 from common.ranks import run_ranks
-from common.results import origin, told, write_json
+from common.results import head, told, write_json
 
 S = TypeVar("S", bound=Options)
 R = TypeVar("R", bound=RankOptions)
@@ -49,21 +48,12 @@ def run(
         found = measure(settings)
         chosen = {name: value for name, value in asdict(settings).items() if name not in ("json", "read")}
         program = Path(measure.__code__.co_filename).name
-        about = {"command": _command(program, argv), **origin(), "seconds": round(time.perf_counter() - begun, 1)}
+        about = {**head(program, argv), "seconds": round(time.perf_counter() - begun, 1)}
         record = json.loads(json.dumps({**about, "settings": chosen, **found}))  # as it will be read
         if settings.json is not None:
             write_json(settings.json, record)
     print(f"{told(record)}\n\n{table(record)}", flush=True)
     return 0
-
-
-def _command(program: str, argv: Sequence[str]) -> str:
-    """Without where the record goes."""
-    words = list(argv)
-    if "--json" in words:
-        at = words.index("--json")
-        del words[at : at + 2]
-    return shlex.join(["python", f"bench/{program}", *(word for word in words if not word.startswith("--json="))])
 
 
 def on_ranks(worker: Callable[[int, R], Record | None], settings: R) -> Record:

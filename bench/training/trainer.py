@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from common import results
 from common.clock import Clock
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -181,6 +182,8 @@ class Trainer:
         if self.rank == 0 and self.job.resume_from is not None:
             origin = "" if plan is None else f"; {plan.summary()}"
             print(f"{self.job.optimizer} goes on from step {self.step}{origin}", file=sys.stderr, flush=True)
+        if self.rank == 0:
+            self._record({"event": "start", **results.origin()})
         with tqdm(
             desc=f"{self.job.optimizer} seed {self.job.seed}",
             total=steps,

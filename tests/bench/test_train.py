@@ -124,7 +124,7 @@ def _steps_recorded(out: Path) -> int:
 def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of 12 steps with all optimizers."""
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
-    done = _run(text, out, "--steps", "12", "--checkpoint-every", "5")
+    done = _run(text, out, "--steps", "12", "--checkpoint-every", "5", "--json", str(out / "summary.json"))
     assert done.returncode == 0, done.stderr
     (out / "stdout.txt").write_text(done.stdout)
     return out
@@ -133,7 +133,7 @@ def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
     table = (uninterrupted / "stdout.txt").read_text()
-    for column in ("validation", "to AdamW's last loss:", "ms a", "exposed", "peak"):
+    for column in ("loss", "steps", "seconds", "ms a step", "exposed ms", "peak MB"):
         assert column in table
     said = " ".join(table.split())
     assert (
@@ -143,6 +143,8 @@ def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
     assert max(len(line) for line in table.splitlines() if "/run/" not in line) <= 100, "paths are as long as they are"
     assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
     starts = []
+    record = json.loads((uninterrupted / "summary.json").read_text())
+    assert {"command", "commit", "date"} <= record.keys() and str(uninterrupted / "summary.json") not in str(record)
     for optimizer, row in ROWS.items():
         (line,) = [line for line in table.splitlines() if line.startswith(f"{row}  ")]
         steps = _records(uninterrupted, "step", optimizer)
@@ -154,6 +156,7 @@ def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
         assert evaluations[-1]["val_loss"] < evaluations[0]["val_loss"]
         assert f" {evaluations[-1]['val_loss']:.4f} " in line
         assert _records(uninterrupted, "result", optimizer)[0]["peak_mb"] > 0
+        assert record["rows"][row]["loss"] == evaluations[-1]["val_loss"] and record["rows"][row]["started at"] == [0]
         starts.append((evaluations[0]["val_loss"], steps[0]["loss"]))
     for start in starts[1:]:
         assert start == pytest.approx(starts[0], abs=1e-6), "not the same start or not the same data"
@@ -238,6 +241,7 @@ def test_resume_equals_the_uninterrupted_run(
     done = _run(text, out, *options, "--resume")
     assert done.returncode == 0, done.stderr
     assert f"{optimizer} goes on from step {before}" in done.stderr, "did not start from the checkpoint"
+    assert [record["step"] for record in _records(out, "start", optimizer)] == [0, before]
     if rotated is not None:
         assert f"plan: loaded from {folder / f'step-{before:07d}'}" in done.stderr
         assert OwnerPlan.load(folder / "step-0000012" / "plan.json").owners == rotated, "planned anew"

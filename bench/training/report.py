@@ -153,7 +153,7 @@ def explain(runs: Sequence[Run], parameters: int, tokens: int) -> str:
 
 def plot(runs: Sequence[Run], path: Path) -> None:
     """Writes a PNG: validation loss against step, and against training time, and AdamW's last one as a line."""
-    figure = new_figure(12, 4.5, layout="tight")
+    figure = new_figure(12, 4.5)
     axes = figure.subplots(1, 2, sharey=True)
     optimizers = list(dict.fromkeys(run.optimizer for run in runs))
     first_seed = runs[0].seed

@@ -113,13 +113,9 @@ class Form:
     halves: bool = True
     whole_v: bool = False
 
-    @property
-    def arithmetic(self) -> Arithmetic:
-        return (TileArithmetic if self.halves else Arithmetic)(self.dtype, torch.float32)
-
     def run(self, x: Tensor, steps: Steps | Squares) -> Tensor:
         """``x``, fp32 of Frobenius norm one, after ``steps``; ``x`` is overwritten."""
-        arithmetic = self.arithmetic
+        arithmetic = (TileArithmetic if self.halves else Arithmetic)(self.dtype, torch.float32)
         x = arithmetic.round_(x)
         if isinstance(steps, Squares):
             return iterate(x, Iteration(steps, "gram", self.restarts or (), self.dtype), arithmetic)

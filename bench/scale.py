@@ -68,7 +68,7 @@ class Block(nn.Module):
         return x
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Phase:
     """What one phase cost this rank.
 
@@ -76,13 +76,11 @@ class Phase:
         work: processor seconds, or calls of functions.
         collectives: that were started.
         grown: MiB by which resident memory was larger at most than before.
-        batches: that this rank orthogonalized.
     """
 
     work: float
     collectives: int
     grown: float
-    batches: int = 0
 
 
 class Meter:
@@ -155,7 +153,6 @@ def live(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Ph
             loss.backward()
         with meter.phase(f"{later}step"):
             optimizer.step()
-        meter.phases[f"{later}step"][-1].batches = optimizer.last_step.ns_batches
         with meter.phase(f"{later}zero_grad"):
             optimizer.zero_grad()
     save_and_load(meter, optimizer, model)

@@ -108,7 +108,7 @@ def rows(runs: Sequence[Run]) -> dict[str, Record]:
     for run in sorted(runs, key=lambda run: run.seed):
         row = found[OPTIMIZERS[run.optimizer] + f", seed {run.seed}" * several] = {
             "loss": run.loss,
-            "losses": {record["step"]: record["val_loss"] for record in run.evaluations},
+            "losses": {f"step {record['step']}": record["val_loss"] for record in run.evaluations},
             "ms a step": run.step_ms,
             "exposed ms": run.exposed_ms,
             "started at": [record["step"] for record in run.starts],

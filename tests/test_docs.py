@@ -174,7 +174,7 @@ def test_commands_exist() -> None:
             if not (ROOT / script).is_file():
                 wrong.append((place, f"{command}: {script} is no file"))
             else:
-                shared = (ROOT / "bench" / "common").glob("*.py") if script.startswith("bench/") else ()
+                shared = (ROOT / "bench").glob("*/*.py") if script.startswith("bench/") else ()
                 files = [ROOT / script, *shared]
                 source = "".join(file.read_text() for file in files)
                 wrong += [(place, f"{script} has no {o}") for o in options if not takes(source, o)]
@@ -183,7 +183,8 @@ def test_commands_exist() -> None:
 
 def takes(source: str, option: str) -> bool:
     """Whether a program defines an option: in words, or as a field of its settings."""
-    return f'"{option}"' in source or re.search(rf"^    {option[2:]}: ", source, re.MULTILINE) is not None
+    field = option[2:].replace("-", "_")
+    return f'"{option}"' in source or re.search(rf"^    {field}: ", source, re.MULTILINE) is not None
 
 
 def programs(words: list[str]) -> Iterator[tuple[str, list[str]]]:

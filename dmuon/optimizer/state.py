@@ -24,7 +24,8 @@ from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import MOMENTS, as_step, new_adamw_state
-from dmuon.step.residency import MOMENTUM, ROW_MOMENT, Residency, laid_out, misfit, needs_gather
+from dmuon.step.residency import MATRIX_STATE, MOMENTUM, Residency, laid_out, misfit, needs_gather
+from dmuon.step.scaling import Scaling
 
 _log = logger(__name__)
 
@@ -33,7 +34,7 @@ _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by para
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """The momentum of one parameter, or the second moment of its rows.
+    """The momentum of one parameter, or the second moment of its updates.
 
     Attributes:
         key: in the state.
@@ -144,7 +145,7 @@ class Momentum:
         params: Iterable[Tensor],
         names: Mapping[int, str],
         stacked: Mapping[int, Tensor],
-        of_rows: Mapping[int, Tensor],
+        second_moments: Mapping[int, Scaling],
         dtypes: Mapping[int, torch.dtype | None],
         state: _State,
     ) -> None:
@@ -154,10 +155,11 @@ class Momentum:
             params: of Muon, in the order of the groups, which is the same on all ranks.
             names: by ``id`` of the parameter.
             stacked: by ``id``, this rank's momentum, for all parameters of which it has any.
-            of_rows: by ``id``, this rank's second moment of rows, for all parameters that have one.
+            second_moments: by number of the group, if it has them.
             dtypes: by ``id``, of the momentum; None is fp32 or wider.
         """
         residency_of = {id(param): residency for residency in residencies for param in residency.params}
+        moments = {i: (one.key, moment) for one in second_moments.values() for i, moment in one.moments.items()}
         rows: list[_Row] = []
         kept: list[tuple[_Row, Tensor | None]] = []
         for param in params:
@@ -168,9 +170,9 @@ class Momentum:
                 local = local.new_empty(local.shape, dtype=dtype, device="meta")
             name, residency = repr(names[id(param)]), residency_of[id(param)]
             of_param = [_Row(param, name, residency, local, MOMENTUM, param)]
-            if id(param) in of_rows:
-                local = of_rows[id(param)]
-                of_param.append(_Row(param, name, residency, local, ROW_MOMENT, residency.shown_rows(param, local)))
+            if id(param) in moments:
+                key, local = moments[id(param)]
+                of_param.append(_Row(param, name, residency, local, key, residency.shown_moment(param, local, key)))
             for row in of_param:
                 if row.is_trained:
                     row.make_room()
@@ -229,7 +231,7 @@ class Momentum:
         held = [optimizer.state.get(param) for param in params]
         state = {i: dict(values) for i, values in enumerate(held) if values is not None}
         for i, values in state.items():
-            for key in (MOMENTUM, ROW_MOMENT):
+            for key in MATRIX_STATE:
                 if key in values:  # a copy of the optimizer that took no step yet has no residency
                     row, value = rows.get((id(params[i]), key)), values[key]
                     values[key] = value.clone() if row is None else row.residency.saved(row.like, value)
@@ -270,7 +272,7 @@ class Momentum:
             if of_param is None:
                 del state[key]
         for (row, key), value in zip(loads, values, strict=True):
-            kept = {n: v for n, v in state.pop(key, {}).items() if n not in (MOMENTUM, ROW_MOMENT, *_ADAMW_STATE)}
+            kept = {n: v for n, v in state.pop(key, {}).items() if n not in (*MATRIX_STATE, *_ADAMW_STATE)}
             if value is None and not row.is_trained:
                 self.shown.pop(id(row.like), None)
             else:
@@ -456,7 +458,7 @@ def adamw_state(
 def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Forget what parameters have from a group of the other route, and begin the state of AdamW's."""
     for param in group["params"]:
-        for name in _ADAMW_STATE if group["use_muon"] else (MOMENTUM, ROW_MOMENT):
+        for name in _ADAMW_STATE if group["use_muon"] else MATRIX_STATE:
             if param in state:
                 state[param].pop(name, None)
         if not group["use_muon"] and param.requires_grad and not state.get(param):
@@ -525,6 +527,6 @@ def origin_of_copy(copied: Mapping[str, Any]) -> Origin:
 def copyable_state(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
     """``state`` with moments that stand alone: each view would be pickled with the whole stack that it shows."""
     return {
-        param: {name: value.clone() if name in (MOMENTUM, ROW_MOMENT) else value for name, value in values.items()}
+        param: {name: value.clone() if name in MATRIX_STATE else value for name, value in values.items()}
         for param, values in state.items()
     }

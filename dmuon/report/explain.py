@@ -73,7 +73,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
     if optimizer is not None:
         taken = taken_whole(optimizer._residencies)
         lines += ["", "warnings", *(f"  {line}" for line in taken)] if taken else []
-        lines += ["", *_newton_schulz(optimizer), *_last_step(optimizer)]
+        lines += ["", *_newton_schulz(optimizer), *_second_moments(optimizer), *_last_step(optimizer)]
     return "\n".join(lines)
 
 
@@ -323,6 +323,14 @@ def _newton_schulz(optimizer: Muon) -> list[str]:
             storage = storage_dtype(momentum, group["params"][0].device, group["ns_dtype"])
             lines.append(f"Newton-Schulz: {group['ns_coefficients']}, {group['ns_steps']} steps in {storage}")
     return sorted(set(lines))
+
+
+def _second_moments(optimizer: Muon) -> list[str]:
+    """What the family's members keep beside momentum on this rank."""
+    nbytes: dict[str, int] = {}
+    for scaling in {id(one): one for one in optimizer._second_moments.values()}.values():
+        nbytes[scaling.key] = sum(moment.nbytes for moment in scaling.moments.values())
+    return [f"this rank holds beside momentum: {key} {mib(size)}" for key, size in nbytes.items()]
 
 
 def _last_step(optimizer: Muon) -> list[str]:

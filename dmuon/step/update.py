@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from dmuon.kernels import (
 )
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
+from dmuon.step.adamuon import of_signs
 from dmuon.step.batches import Batch
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -87,6 +88,11 @@ def _numerics(
     return Numerics(coefficient_sequence(coefficients, steps), storage, halved)
 
 
+def kernel_of(group: Mapping[str, Any], kernel: Callable[..., _T]) -> Callable[..., _T]:
+    """A pass over gradients and momentum, as a group has it: AdaMuon takes signs."""
+    return partial(of_signs, kernel) if group["second_moment"] == "element" else kernel
+
+
 def fold(
     group: Mapping[str, Any],
     batch: Batch,
@@ -107,6 +113,7 @@ def fold(
         What the kernel makes of each run.
     """
     found = []
+    kernel = kernel_of(group, kernel)
     for start, end in runs:
         momentum = batch.momentum(start, end)
         grads = batch.gradients(start, end, group["l2"])
@@ -200,7 +207,8 @@ def apply(
             weights.append(local if type(local) in _PLAIN else local.detach())
         matrices = weights if batch.region is None else batch.split(weights)
         if scale is None:
-            scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
+            on_sphere = group["weight_decay_mode"] == "hyperball"
+            scale = 1.0 if on_sphere else update_scale(group["adjust_lr_fn"], batch.scaled_shape)
         lr, decay, factor = group["lr"], group["weight_decay"], scale
         if group["weight_decay_mode"] != "decoupled":
             if group["weight_decay_mode"] == "independent":

@@ -41,6 +41,7 @@ from dmuon.optimizer.options import (
     Given,
     check_edited,
     check_functions,
+    check_halves,
     check_strategy,
     describe,
     strategies_of,
@@ -64,6 +65,7 @@ from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import Deferred, FusedRound
+from dmuon.step.half_weights import new_masters
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
@@ -111,6 +113,8 @@ class Muon(torch.optim.Optimizer):
             the root of the average of its mean square, and the whole is scaled to the norm of an orthogonal factor. The
             average is state, ``row_second_moment``, one number for each output.
         second_moment_beta: of that average.
+        master_weights: keep an fp32 master of each weight in bf16 or fp16, AdamW's too: it is updated, and rounded to
+            the weight. It is state, ``master_weight``; AdamW's moments are fp32 then. What dmuon owns has one anyway.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
             ``torch.optim.Muon``), ``"spectral"``, a number ``r``, which stands for ``r · √max(m, n)`` and so for the
             root mean square of an update, or ``f((m, n)) -> float``.
@@ -162,6 +166,7 @@ class Muon(torch.optim.Optimizer):
         orthogonalize: Orthogonalize | None = None,
         second_moment: str | None = None,
         second_moment_beta: float = 0.95,
+        master_weights: bool = False,
         adjust_lr_fn: str | float | Callable[[Any], float] | None = "match_rms_adamw",
         lr_multipliers: Mapping[str, float] | None = None,
         adamw_lr: float | Tensor | None = None,
@@ -201,6 +206,7 @@ class Muon(torch.optim.Optimizer):
             "orthogonalize": orthogonalize,
             "second_moment": second_moment,
             "second_moment_beta": second_moment_beta,
+            "master_weights": master_weights,
             "adjust_lr_fn": adjust_lr_fn,
         }
         adamw: dict[str, Any] = {
@@ -208,6 +214,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             "betas": adamw_betas,
             "eps": adamw_eps,
+            "master_weights": master_weights,
         }
         copies = replicated_by_ddp(params)
         check_strategy(strategy)
@@ -221,6 +228,7 @@ class Muon(torch.optim.Optimizer):
             {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
         )
         self._built = True
+        check_halves(self.param_groups, names_in(self.param_groups, self._origin.names))
         self._find_device()
         self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
         self._lay_out()
@@ -384,10 +392,13 @@ class Muon(torch.optim.Optimizer):
             self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         batches = [batch for round_ in rounds for batch in round_.batches]
         momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
+        masters = new_masters(self.param_groups)
+        for batch in (batch for round_ in rounds for some in (round_.batches, round_.folded) for batch in some):
+            batch.masters = masters
         self._row_moments = self._with_row_moments(rounds)
         of_rows = {} if self._row_moments is None else self._row_moments.local
         dtypes = {id(p): group.get("momentum_dtype") for group in self.param_groups for p in group["params"]}
-        self._momentum.lay_out(residencies, muon, self._names, momentum, of_rows, dtypes, self.state)
+        self._momentum.lay_out(residencies, muon, self._names, momentum, of_rows, masters, dtypes, self.state)
         self._formats = [[group.get(name) for name in STATE_OPTIONS] for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)

@@ -26,6 +26,7 @@ from dmuon.kernels import (
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
+from dmuon.step.half_weights import take_edits
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -198,7 +199,12 @@ def apply(
         for param in batch.params[start:end]:
             local = local_tensor(param)
             weights.append(local if type(local) in _PLAIN else local.detach())
-        matrices = weights if batch.region is None else batch.split(weights)
+        stored = matrices = weights if batch.region is None else batch.split(weights)
+        masters: list[Tensor] = []
+        if batch.masters and id(batch.params[start]) in batch.masters:  # or wider weights, which are their own
+            masters = [batch.masters[id(param)] for param in batch.params[start:end]]
+            matrices = batch.split(masters)
+            take_edits(matrices, stored)
         if scale is None:
             scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
         lr, decay, factor = group["lr"], group["weight_decay"], scale
@@ -210,8 +216,11 @@ def apply(
                     _decay_where_update_does(matrices, update, lr * decay)
                 decay = 0.0
         apply_update_(matrices, update, lr=lr, weight_decay=decay, scale=factor)
+        if masters:
+            batch.put(masters, matrices)
+            torch._foreach_copy_(stored, matrices)
         if batch.region is not None:
-            batch.put(weights, matrices)
+            batch.put(weights, stored)
         if record is not None:
             stacks = [update] if isinstance(update, Tensor) else update
             parts = [part for stack in stacks for part in stack.unbind(0)]

@@ -368,7 +368,7 @@ def test_qk_clip_scales_masters() -> None:
         for step in range(STEPS):
             for i, param in enumerate(model.parameters()):
                 param.grad = noise(10 * step + i, 8, 8).to(HALF).to(dtype) if step < 2 else None
-            clip.report(model[0], torch.tensor([2.0, 0.5]))
+            clip.report("0", torch.tensor([2.0, 0.5]))
             optimizer.step()
         for param in model.parameters():
             found.append(param.detach() if dtype == torch.float32 else optimizer.state[param]["master_weight"])

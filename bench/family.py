@@ -40,6 +40,8 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "independent": {"weight_decay_mode": "independent", "weight_decay": 8e-4, "adamw_weight_decay": 0.1},
     "l2": {"weight_decay_mode": "l2", "weight_decay": 1e-4, "adamw_weight_decay": 0.1},
     "normuon": {"second_moment": "row"},
+    "adamuon": {"second_moment": "element", "nesterov": False},
+    "hyperball": {"weight_decay_mode": "hyperball", "adamw_weight_decay": 0.1},
     "bf16": {"momentum_dtype": torch.bfloat16},
     "fp16": {"ns_dtype": torch.float16},
     "squares": {"ns_coefficients": "squares"},
@@ -106,7 +108,7 @@ def validation_loss(model: GPT, corpus: Corpus, context: int) -> float:
 class Settings(Options):
     steps: int = 150
     seeds: tuple[int, ...] = option((0, 1, 2), least=0)
-    members: tuple[str, ...] = ("muon", "cautious", "independent", "l2", "normuon", "bf16")
+    members: tuple[str, ...] = ("muon", "cautious", "independent", "l2", "normuon", "adamuon", "hyperball@2e-2", "bf16")
     width: int = 128
     layers: int = 3
 

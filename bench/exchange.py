@@ -174,7 +174,8 @@ def run_confined(rate: str, argv: Sequence[str]) -> int:
     # Segments smaller than the bucket, and a bucket smaller than what is exchanged, or nothing would be limited.
     lines = ["set -e", "ip link set lo mtu 16384", "ip link set lo up"]
     lines += [f"tc qdisc add dev lo root handle 1: tbf rate {rate} burst 64kb limit 64mb", 'test $# = 0 || exec "$@"']
-    confined = ["unshare", "--map-root-user", "--net", "sh", "-c", "\n".join(lines), "sh"]
+    mapped = [] if os.geteuid() == 0 else ["--map-root-user"]  # which needs namespaces for users
+    confined = ["unshare", *mapped, "--net", "sh", "-c", "\n".join(lines), "sh"]
     tried = subprocess.run(confined, capture_output=True, text=True)
     if tried.returncode:
         why = "it needs root or namespaces for users, and CONFIG_NET_SCH_TBF"

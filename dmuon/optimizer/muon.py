@@ -41,6 +41,7 @@ from dmuon.optimizer.options import (
     Given,
     check_edited,
     check_functions,
+    check_halves,
     check_strategy,
     describe,
     strategies_of,
@@ -65,6 +66,7 @@ from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import Deferred, FusedRound
+from dmuon.step.half_weights import new_masters
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
@@ -116,6 +118,8 @@ class Muon(torch.optim.Optimizer):
             2507.11005). The same of each element, and what is orthogonalized are the signs of the momentum. The average
             is ``element_second_moment``, as large as the momentum.
         second_moment_beta: of that average.
+        master_weights: keep an fp32 master of each weight in bf16 or fp16, AdamW's too: it is updated, and rounded to
+            the weight. It is state, ``master_weight``; AdamW's moments are fp32 then. What dmuon owns has one anyway.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
             ``torch.optim.Muon``), ``"spectral"``, a number ``r``, which stands for ``r · √max(m, n)`` and so for the
             root mean square of an update, or ``f((m, n)) -> float``.
@@ -167,6 +171,7 @@ class Muon(torch.optim.Optimizer):
         orthogonalize: Orthogonalize | None = None,
         second_moment: str | None = None,
         second_moment_beta: float = 0.95,
+        master_weights: bool = False,
         adjust_lr_fn: str | float | Callable[[Any], float] | None = "match_rms_adamw",
         lr_multipliers: Mapping[str, float] | None = None,
         adamw_lr: float | Tensor | None = None,
@@ -206,6 +211,7 @@ class Muon(torch.optim.Optimizer):
             "orthogonalize": orthogonalize,
             "second_moment": second_moment,
             "second_moment_beta": second_moment_beta,
+            "master_weights": master_weights,
             "adjust_lr_fn": adjust_lr_fn,
         }
         adamw: dict[str, Any] = {
@@ -213,6 +219,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             "betas": adamw_betas,
             "eps": adamw_eps,
+            "master_weights": master_weights,
         }
         copies = replicated_by_ddp(params)
         check_strategy(strategy)
@@ -226,6 +233,7 @@ class Muon(torch.optim.Optimizer):
             {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
         )
         self._built = True
+        check_halves(self.param_groups, names_in(self.param_groups, self._origin.names))
         self._find_device()
         self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
         self._lay_out()
@@ -391,12 +399,16 @@ class Muon(torch.optim.Optimizer):
             self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         batches = [batch for round_ in rounds for batch in round_.batches]
         momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
+        masters = new_masters(self.param_groups)
+        for batch in (batch for round_ in rounds for some in (round_.batches, round_.folded) for batch in some):
+            batch.masters = masters
         check_scalings(self.param_groups, rounds, self._names, self._clipped)
         self._second_moments = moments_of(self.param_groups, rounds)
         self._scalings = scalings_of(self.param_groups, self._second_moments)
         self._decay_modes = [group.get("weight_decay_mode") for group in self.param_groups]
         dtypes = {id(p): group.get("momentum_dtype") for group in self.param_groups for p in group["params"]}
-        self._momentum.lay_out(residencies, muon, self._names, momentum, self._second_moments, dtypes, self.state)
+        moments = self._second_moments
+        self._momentum.lay_out(residencies, muon, self._names, momentum, moments, masters, dtypes, self.state)
         self._formats = [[group.get(name) for name in STATE_OPTIONS] for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)

@@ -299,7 +299,9 @@ def misfit(param: Tensor, local: Tensor | None, value: Any) -> str | None:
     return f"is {what}, not a dense tensor of shape {tuple(param.shape)} for {param.dtype}"
 
 
-def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -> Tensor:
+def laid_out(
+    param: Tensor, value: Any, name: str, *, gathering: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
     """This rank's part of ``value``, a gradient or moment of ``param``, which has its elements in the same order.
 
     Kernels that are elementwise walk both, and check neither sizes nor strides. It has no gaps, shares the storage of
@@ -308,6 +310,7 @@ def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -
     Args:
         name: of ``value``, for errors.
         gathering: all ranks call this for a DTensor that lies otherwise.
+        dtype: of the result; None is the parameter's.
 
     Raises:
         ValueError: it cannot be the parameter's, or is such a DTensor and nobody gathers it.
@@ -323,8 +326,8 @@ def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -
         )
     part = part_like(param, value.detach(), name)
     strides = torch.empty_like(local, device="meta").stride()
-    if (part.device, part.dtype, part.stride()) != (local.device, local.dtype, strides):
-        part = torch.empty_like(local).copy_(part)
+    if (part.device, part.dtype, part.stride()) != (local.device, dtype or local.dtype, strides):
+        part = torch.empty_like(local, dtype=dtype).copy_(part)
     return like_param(param, part)
 
 

@@ -27,6 +27,7 @@ from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamuon import of_signs
 from dmuon.step.batches import Batch
+from dmuon.step.half_weights import take_edits
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -205,7 +206,12 @@ def apply(
         for param in batch.params[start:end]:
             local = local_tensor(param)
             weights.append(local if type(local) in _PLAIN else local.detach())
-        matrices = weights if batch.region is None else batch.split(weights)
+        stored = matrices = weights if batch.region is None else batch.split(weights)
+        masters: list[Tensor] = []
+        if batch.masters and id(batch.params[start]) in batch.masters:  # or wider weights, which are their own
+            masters = [batch.masters[id(param)] for param in batch.params[start:end]]
+            matrices = batch.split(masters)
+            take_edits(matrices, stored)
         if scale is None:
             on_sphere = group["weight_decay_mode"] == "hyperball"
             scale = 1.0 if on_sphere else update_scale(group["adjust_lr_fn"], batch.scaled_shape)
@@ -218,8 +224,11 @@ def apply(
                     _decay_where_update_does(matrices, update, lr * decay)
                 decay = 0.0
         apply_update_(matrices, update, lr=lr, weight_decay=decay, scale=factor)
+        if masters:
+            batch.put(masters, matrices)
+            torch._foreach_copy_(stored, matrices)
         if batch.region is not None:
-            batch.put(weights, matrices)
+            batch.put(weights, stored)
         if record is not None:
             stacks = [update] if isinstance(update, Tensor) else update
             parts = [part for stack in stacks for part in stack.unbind(0)]

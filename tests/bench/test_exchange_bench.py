@@ -33,17 +33,20 @@ def test_all_modes_agree_with_each_other_and_with_a_single_process(bench: Module
     assert ran.returncode == 0, ran.stderr
     result = json.loads(out.read_text())
     programs = result["programs"]
-    assert list(programs) == [*bench.SWEEPS["modes"], bench.GATHER, bench.DEDICATED, bench.ADAMW]
+    assert list(programs) == [*bench.MODES, bench.GATHER, bench.DEDICATED, bench.ADAMW]
     assert all(name in ran.stdout for name in programs)
     assert str(tmp_path) not in out.read_text(), "the command has the place of the record"
     assert {"command", "commit", "date", "machine", "versions", "seconds", "settings"} <= result.keys()
     again = subprocess.run([*command[:2], "--read", str(out)], env=environment, capture_output=True, text=True)
     assert again.stdout == ran.stdout
-    for name in bench.SWEEPS["modes"]:
+    for name in bench.MODES:
         row = programs[name]
         assert row["equal"], f"{name}: {row}"
     for name, row in programs.items():
         assert row["error"] < 1e-4, f"{name}: {row['error']} from a single process"
+    saved = result["saved"]["prefetching, owners together"]
+    before, after = (programs[f"exchanged async {prefetch}"]["step()"] for prefetch in (0, 1))
+    assert saved["published"] == "20-40%" and saved["step()"] == pytest.approx(1 - after / before)
     in_flight = [programs[f"exchanged in turn {prefetch}"]["in flight"] for prefetch in range(4)]
     assert in_flight == sorted(in_flight) and in_flight[0] < in_flight[1], in_flight
 
@@ -55,9 +58,3 @@ def test_a_slower_loopback_is_refused_where_the_tools_are_missing(
     monkeypatch.delenv(bench.CONFINED, raising=False)
     assert bench.main(["--rate", "1"]) == 2
     assert "needs unshare, ip, tc" in capsys.readouterr().err
-
-
-def test_a_sweep_that_is_not_known_is_an_error(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(["--sweep", "everything"])
-    assert "--sweep must be one of modes, small" in capsys.readouterr().err

@@ -506,12 +506,25 @@ def test_weights_whose_norm_would_not_stay_are_refused() -> None:
         ("`row_second_moment` of NorMuon, beside it", "4 / n", "row_second_moment", {"second_moment": "row"}),
         ("`element_second_moment` of AdaMuon, beside it", "4", "element_second_moment", {"second_moment": "element"}),
         ("AdamW's two moments, for comparison", "8", "exp_avg", {"exclude": ["blocks.1"]}),
+        ("the same of weights in bf16", "4", "exp_avg", {"exclude": ["blocks.1"], "dtype": torch.bfloat16}),
+        (
+            "the same with `master_weights=True`",
+            "8",
+            "exp_avg",
+            {"exclude": ["blocks.1"], "dtype": torch.bfloat16, "master_weights": True},
+        ),
+        (
+            "fp32 master of a weight in bf16 or fp16, with `master_weights=True`",
+            "4",
+            "master_weight",
+            {"dtype": torch.bfloat16, "master_weights": True},
+        ),
     ],
 )
 def test_state_has_as_many_bytes_as_the_documentation_says(row: str, nbytes: str, key: str, options: Any) -> None:
     assert f"| {row} | {nbytes} |" in (Path(__file__).parents[2] / "docs" / "how-to.md").read_text()
-    model = build()
-    optimizer = dmuon.Muon(model, **options)
+    model = build().to({**options}.pop("dtype", torch.float32))
+    optimizer = dmuon.Muon(model, **{name: value for name, value in options.items() if name != "dtype"})
     weight = model.blocks[1].up.weight
     values = [value for name, value in optimizer.state[weight].items() if name.startswith(key)]
     number, _, inputs = nbytes.partition(" / ")

@@ -13,7 +13,7 @@ from dmuon.kernels import streams_of
 from dmuon.layout.matrices import Parcel, Region
 from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.half_weights import take_edits
+from dmuon.step.half_weights import Places, take_edits
 
 _SMALL_PART = 2**16  # elements: what is elementwise takes less time than to start it
 
@@ -102,6 +102,7 @@ class Batch:
         is_rounded: it is stored in another dtype.
         is_moved: it is stored on another device, the host.
         masters: by ``id`` of the parameter, of all that have one, this rank's part, shaped as the local tensor.
+        places: of those that are rounded stochastically.
     """
 
     params: list[Tensor]
@@ -124,6 +125,7 @@ class Batch:
     is_rounded: bool = field(init=False)
     is_moved: bool = field(init=False)
     masters: Mapping[int, Tensor] = field(init=False)
+    places: Places | None = field(init=False)
     _fetched: _Fetched | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +141,7 @@ class Batch:
         self.is_rounded = self.momenta[0].dtype != self.dtype
         self.is_moved = self.momenta[0].device != self.device
         self.is_copied = self.stacked is None or self.is_rounded or self.is_moved
-        self.masters = {}
+        self.masters, self.places = {}, None
         self._fetched = None
 
     def gradients(self, start: int, end: int, decay: float = 0.0) -> list[Tensor]:

@@ -403,6 +403,12 @@ def test_rows_that_only_a_users_functions_know_are_refused(rank: int, world: int
             "master_weight",
             {"dtype": torch.bfloat16, "master_weights": True},
         ),
+        (
+            "the same with `bf16_stochastic_round=True`",
+            "8",
+            "exp_avg",
+            {"exclude": ["blocks.1"], "dtype": torch.bfloat16, "bf16_stochastic_round": True},
+        ),
     ],
 )
 def test_state_has_as_many_bytes_as_the_documentation_says(row: str, nbytes: str, key: str, options: Any) -> None:

@@ -17,7 +17,7 @@ from dmuon.dedicated.dedication import Dedicated, sharded_together
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
-from dmuon.model.matrix_spec import MatrixSpec, flat_of, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Exclude, Select
 from dmuon.optimizer.flat_shards import fault_of_flat
 from dmuon.optimizer.groups import (
@@ -48,6 +48,7 @@ from dmuon.optimizer.options import (
 )
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
+from dmuon.optimizer.scalings import check_scalings, moments_of, scalings_of
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.wrapping import (
     Averagers,
@@ -69,7 +70,7 @@ from dmuon.step.half_weights import ROUNDING_STEP, Places, is_rounded, new_maste
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
-from dmuon.step.row_moments import RowMoments
+from dmuon.step.scaling import Scaling
 from dmuon.step.update import Done, Orthogonalize, StepRecord
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
@@ -95,7 +96,9 @@ class Muon(torch.optim.Optimizer):
         weight_decay_mode: ``"decoupled"``: ``W ← (1 - lr · weight_decay) · W`` before the update, by the base ``lr``;
             ``"cautious"`` (arXiv 2510.12402): the same, of elements that have the sign of the update, which is
             subtracted; ``"independent"``: ``W ← (1 - weight_decay) · W``, whatever ``lr`` is; ``"l2"``: ``weight_decay
-            · W`` is added to the gradient before momentum.
+            · W`` is added to the gradient before momentum; ``"hyperball"`` (arXiv 2606.16899): no decay, but weights of
+            a constant norm: each step is ``lr`` times as long as the weight, and ends on the sphere of its norm.
+            ``weight_decay`` and ``adjust_lr_fn`` mean nothing then.
         momentum, nesterov: as in ``torch.optim.Muon``.
         momentum_dtype: ``torch.bfloat16`` keeps momentum in half the bytes. It is folded in fp32 and rounded to the
             nearest. Loading a state dict converts momentum to it.
@@ -111,7 +114,9 @@ class Muon(torch.optim.Optimizer):
             tensor like that. It is tried on random matrices before the first step. ``ns_…`` mean nothing then.
         second_moment: ``"row"``: NorMuon (arXiv 2510.05491). Each output's row of the orthogonal factor is divided by
             the root of the average of its mean square, and the whole is scaled to the norm of an orthogonal factor. The
-            average is state, ``row_second_moment``, one number for each output.
+            average is state, ``row_second_moment``, one number for each output. ``"element"``: AdaMuon (arXiv
+            2507.11005). The same of each element, and what is orthogonalized are the signs of the momentum. The average
+            is ``element_second_moment``, as large as the momentum.
         second_moment_beta: of that average.
         master_weights: keep an fp32 master of each weight in bf16 or fp16, AdamW's too: it is updated, and rounded to
             the weight. It is state, ``master_weight``; AdamW's moments are fp32 then. What dmuon owns has one anyway.
@@ -257,7 +262,9 @@ class Muon(torch.optim.Optimizer):
         self._momentum = Momentum()
         self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
         self._places = Places({})
-        self._row_moments: RowMoments | None = None
+        self._second_moments: dict[int, Scaling] = {}  # by number of the group
+        self._scalings: dict[int, list[Scaling]] = {}  # with those that have no state
+        self._decay_modes: list[object] = []  # of each group
         self._formats: list[list[object]] = []  # of the state, of each group
         self._rounds: list[Round] = []
         self._moves = False  # momentum is stored on the host
@@ -405,10 +412,13 @@ class Muon(torch.optim.Optimizer):
             self._places.of(param)  # here what cannot be placed is refused
         for batch in (batch for round_ in rounds for some in (round_.batches, round_.folded) for batch in some):
             batch.masters, batch.places = masters, self._places
-        self._row_moments = self._with_row_moments(rounds)
-        of_rows = {} if self._row_moments is None else self._row_moments.local
+        check_scalings(self.param_groups, rounds, self._names, self._clipped)
+        self._second_moments = moments_of(self.param_groups, rounds)
+        self._scalings = scalings_of(self.param_groups, self._second_moments)
+        self._decay_modes = [group.get("weight_decay_mode") for group in self.param_groups]
         dtypes = {id(p): group.get("momentum_dtype") for group in self.param_groups for p in group["params"]}
-        self._momentum.lay_out(residencies, muon, self._names, momentum, of_rows, masters, dtypes, self.state)
+        moments = self._second_moments
+        self._momentum.lay_out(residencies, muon, self._names, momentum, moments, masters, dtypes, self.state)
         self._formats = [[group.get(name) for name in STATE_OPTIONS] for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)
@@ -439,32 +449,6 @@ class Muon(torch.optim.Optimizer):
         if self._deferred is not None:
             self._deferred.finish()
 
-    def _with_row_moments(self, rounds: Sequence[Round]) -> RowMoments | None:
-        """Second moments of rows for the groups that have them; None where none has.
-
-        Raises:
-            ValueError: a group has them whose matrices are not all dmuon's to lay out.
-        """
-        having = {i for i, group in enumerate(self.param_groups) if group.get("second_moment") is not None}
-        if not having:
-            return None
-        rounds = [round_ for round_ in rounds if round_.index in having]
-        for round_ in rounds:
-            if not round_.scales_rows:
-                raise ValueError(
-                    f"second_moment of group {round_.index}: in a {type(round_).__name__} dmuon does not know where "
-                    "the rows of matrices lie; leave second_moment out, or gather_fn and redistribute_fn of your own"
-                )
-        batches = [batch for round_ in rounds for batch in round_.batches]
-        for param in (param for batch in batches for param in batch.params if flat_of(param) is not None):
-            raise ValueError(
-                f"second_moment for {self._names[id(param)]!r}, of which FSDP1 has a flat shard on each rank, and no "
-                "rows: leave second_moment out, or use torch's fully_shard (FSDP2)"
-            )
-        held = frozenset[int]().union(*(batch.ids for batch in batches))
-        params = [p for i in sorted(having) for p in self.param_groups[i]["params"]]
-        return RowMoments([p for p in params if p.requires_grad or id(p) in held], batches)
-
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""
         found: list[tuple[str, str]] = []
@@ -473,6 +457,11 @@ class Muon(torch.optim.Optimizer):
                 for name, value in describe(self.param_groups[index]):
                     found.append((f"{name} of group {number}", value))
         return found if self._qk_clip is None else [*found, ("qk_clip", repr(self._qk_clip))]
+
+    @property
+    def _clipped(self) -> frozenset[int]:
+        """Ids of the parameters that QK-clip scales."""
+        return frozenset() if self._qk_clip is None else self._qk_clip.ids
 
     def _is_as_laid_out(self) -> bool:
         """Whether groups hold the parameters for which everything was made."""
@@ -570,6 +559,11 @@ class Muon(torch.optim.Optimizer):
                         raise ValueError(
                             f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
                         )
+            modes = [group.get("weight_decay_mode") for group in self.param_groups]
+            if modes != self._decay_modes and self._is_as_laid_out():
+                check_scalings(self.param_groups, self._rounds, self._names, self._clipped)
+                self._scalings = scalings_of(self.param_groups, self._second_moments)
+                self._decay_modes = modes
             self._checked = described
             functions = [group.get(name) for group in self.param_groups for name in ("adjust_lr_fn", "orthogonalize")]
             self._has_functions = any(map(callable, functions))
@@ -639,7 +633,7 @@ class Muon(torch.optim.Optimizer):
                 dedicated.begin_update(outdated)
         asked, self._asked = self._asked, None
         record = None if asked is None else StepRecord()
-        step = Step(options, present, self._timer, record, self._done, self._row_moments)
+        step = Step(options, present, self._timer, record, self._done, self._scalings)
         if self._deferred is not None:
             self._deferred.begin(step)
         for round_ in self._schedule.drive(step):

@@ -41,7 +41,7 @@ USUAL: Mapping[str, Any] = {
 }  # fmt: skip
 RARE = USUAL.keys() - {"lr_multiplier"}  # which who has groups of his own writes there
 _OF_HALVES = ("master_weights", "bf16_stochastic_round")
-DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
+DECAY_MODES = ("decoupled", "cautious", "independent", "l2", "hyperball")
 MOST_NS_STEPS = 20
 
 _OF_THE_CONSTRUCTOR = (
@@ -64,7 +64,7 @@ _ELSEWHERE = told_apart(  # keys that groups of other libraries have, which woul
     ("num_heads split_sizes split_fn split_qkv qkv_split_shapes", "MatrixSpec, which a function select=… returns"),
     ("cautious_wd weight_decay_method", "weight_decay_mode=…, such as 'cautious'"),
     ("fraction rank_fraction rank_multiple_of ef_decay", "nothing: all of a matrix is orthogonalized"),
-    ("muon_beta2", "second_moment='row' and second_moment_beta=…"),
+    ("muon_beta2", "second_moment='row' or 'element', and second_moment_beta=…"),
     ("tp_mode", "strategy='owner', 'replicated' or 'sharded'"),
     ("backend use_triton use_syrk use_gram_newton_schulz ns_use_kernels", "nothing: the plan chooses kernels"),
 )
@@ -213,8 +213,15 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
         raise ValueError(
             f"momentum_device must be 'cpu' or None (where the parameters are), got {group['momentum_device']!r}"
         )
-    if group["second_moment"] not in (None, "row"):
-        raise ValueError(f"second_moment must be 'row' (NorMuon) or None, got {group['second_moment']!r}")
+    if group["weight_decay_mode"] == "hyperball" and group["adjust_lr_fn"] != "match_rms_adamw":
+        raise ValueError(
+            f"adjust_lr_fn={group['adjust_lr_fn']!r} with weight_decay_mode='hyperball', by which lr is the part of "
+            "its norm that a weight moves, whatever its shape: leave adjust_lr_fn out"
+        )
+    if group["second_moment"] not in (None, "row", "element"):
+        raise ValueError(
+            f"second_moment must be 'row' (NorMuon), 'element' (AdaMuon) or None, got {group['second_moment']!r}"
+        )
     if not (group["orthogonalize"] is None or callable(group["orthogonalize"])):
         raise TypeError(f"orthogonalize must be a function or None, got {group['orthogonalize']!r}")
     if is_integer(group["ns_steps"]) and group["ns_steps"] > MOST_NS_STEPS:

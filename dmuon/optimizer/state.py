@@ -25,17 +25,18 @@ from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import MOMENTS, as_step, moments_dtype, new_adamw_state
 from dmuon.step.half_weights import MASTER, has_master, is_widened, new_master
-from dmuon.step.residency import MOMENTUM, ROW_MOMENT, Residency, laid_out, like_param, misfit, needs_gather
+from dmuon.step.residency import MATRIX_STATE, MOMENTUM, Residency, laid_out, like_param, misfit, needs_gather
+from dmuon.step.scaling import Scaling
 
 _log = logger(__name__)
 
 _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by parameter
-_OF_MUON = (MOMENTUM, ROW_MOMENT, MASTER)
+_OF_MUON = (*MATRIX_STATE, MASTER)
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """The momentum of one parameter, the second moment of its rows, or its master.
+    """The momentum of one parameter, the second moment of its updates, or its master.
 
     Attributes:
         key: in the state.
@@ -155,7 +156,7 @@ class Momentum:
         params: Iterable[Tensor],
         names: Mapping[int, str],
         stacked: Mapping[int, Tensor],
-        of_rows: Mapping[int, Tensor],
+        second_moments: Mapping[int, Scaling],
         masters: Mapping[int, Tensor],
         dtypes: Mapping[int, torch.dtype | None],
         state: _State,
@@ -166,11 +167,12 @@ class Momentum:
             params: of Muon, in the order of the groups, which is the same on all ranks.
             names: by ``id`` of the parameter.
             stacked: by ``id``, this rank's momentum, for all parameters of which it has any.
-            of_rows: by ``id``, this rank's second moment of rows, for all parameters that have one.
+            second_moments: by number of the group, if it has them.
             masters: by ``id``, this rank's, for all parameters that have one.
             dtypes: by ``id``, of the momentum; None is fp32 or wider.
         """
         residency_of = {id(param): residency for residency in residencies for param in residency.params}
+        moments = {i: (one.key, moment) for one in second_moments.values() for i, moment in one.moments.items()}
         rows: list[_Row] = []
         kept: list[tuple[_Row, Tensor | None]] = []
         for param in params:
@@ -181,9 +183,9 @@ class Momentum:
                 local = local.new_empty(local.shape, dtype=dtype, device="meta")
             name, residency = repr(names[id(param)]), residency_of[id(param)]
             of_param = [_Row(param, name, residency, local, MOMENTUM, param)]
-            if id(param) in of_rows:
-                local = of_rows[id(param)]
-                of_param.append(_Row(param, name, residency, local, ROW_MOMENT, residency.shown_rows(param, local)))
+            if id(param) in moments:
+                key, local = moments[id(param)]
+                of_param.append(_Row(param, name, residency, local, key, residency.shown_moment(param, local, key)))
             if id(param) in masters:
                 local = masters[id(param)]
                 of_param.append(_Row(param, name, residency, local, MASTER, like_param(param, local)))
@@ -488,7 +490,7 @@ def adamw_state(
 def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Forget what parameters have from a group of the other route, and begin the state of AdamW's."""
     for param in group["params"]:
-        for name in _ADAMW_STATE if group["use_muon"] else (MOMENTUM, ROW_MOMENT):
+        for name in _ADAMW_STATE if group["use_muon"] else MATRIX_STATE:
             if param in state:
                 state[param].pop(name, None)
         values = state.get(param, {})
@@ -560,6 +562,6 @@ def origin_of_copy(copied: Mapping[str, Any]) -> Origin:
 def copyable_state(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
     """``state`` with moments that stand alone: each view would be pickled with the whole stack that it shows."""
     return {
-        param: {name: value.clone() if name in (MOMENTUM, ROW_MOMENT) else value for name, value in values.items()}
+        param: {name: value.clone() if name in MATRIX_STATE else value for name, value in values.items()}
         for param, values in state.items()
     }

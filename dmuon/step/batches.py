@@ -154,14 +154,20 @@ class Batch:
         for param in self.params[start:end]:
             grad = param.grad
             grad = local_tensor(torch.zeros_like(param) if grad is None else grad)
-            if decay:
-                weight = local_tensor(param).detach()
-                if (master := self.masters.get(id(param))) is not None:
-                    take_edits([master], [weight])
-                    weight = master
-                grad = grad.to(self.dtype) + decay * weight
             grads.append(grad)
+        if decay:
+            pairs = zip(grads, self.weights(start, end), strict=True)
+            grads = [grad.to(self.dtype) + decay * weight for grad, weight in pairs]
         return grads if self.region is None else self.split(grads)
+
+    def weights(self, start: int, end: int) -> list[Tensor]:
+        """What is updated of parameters ``start`` to ``end``, this rank's parts: their masters, if they have any."""
+        weights = [local_tensor(param).detach() for param in self.params[start:end]]
+        if not self.masters or id(self.params[start]) not in self.masters:
+            return weights
+        masters = [self.masters[id(param)] for param in self.params[start:end]]
+        take_edits(masters, weights)
+        return masters
 
     def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the matrices, 2-D each, in local ``tensors`` that lie as some of the parameters do.

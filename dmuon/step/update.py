@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from math import prod
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from dmuon.kernels import (
 )
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
+from dmuon.step.adamuon import of_signs
 from dmuon.step.batches import Batch
 from dmuon.step.half_weights import ROUNDING_STEP, is_rounded, take_edits
 
@@ -89,6 +90,11 @@ def _numerics(
     return Numerics(coefficient_sequence(coefficients, steps), storage, halved)
 
 
+def kernel_of(group: Mapping[str, Any], kernel: Callable[..., _T]) -> Callable[..., _T]:
+    """A pass over gradients and momentum, as a group has it: AdaMuon takes signs."""
+    return partial(of_signs, kernel) if group["second_moment"] == "element" else kernel
+
+
 def fold(
     group: Mapping[str, Any],
     batch: Batch,
@@ -109,6 +115,7 @@ def fold(
         What the kernel makes of each run.
     """
     found = []
+    kernel = kernel_of(group, kernel)
     for start, end in runs:
         momentum = batch.momentum(start, end)
         grads = batch.gradients(start, end, group["l2"])
@@ -209,7 +216,8 @@ def apply(
         elif group["bf16_stochastic_round"] and is_rounded(group, batch.params[start]):
             matrices = [weight.float() for weight in stored]
         if scale is None:
-            scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
+            on_sphere = group["weight_decay_mode"] == "hyperball"
+            scale = 1.0 if on_sphere else update_scale(group["adjust_lr_fn"], batch.scaled_shape)
         lr, decay, factor = group["lr"], group["weight_decay"], scale
         if group["weight_decay_mode"] != "decoupled":
             if group["weight_decay_mode"] == "independent":

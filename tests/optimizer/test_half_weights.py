@@ -68,6 +68,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "l2": {"weight_decay_mode": "l2"},
     "cautious": {"weight_decay_mode": "cautious"},
     "normuon": {"second_moment": "row", "second_moment_beta": 0.9},
+    "hyperball": {"weight_decay_mode": "hyperball"},
 }
 
 
@@ -325,6 +326,8 @@ def test_masters_that_mean_nothing_are_refused() -> None:
             ValueError, match=r"=True, and no parameter is in .*torch.bfloat16, such as 'blocks.0.* out$"
         ):
             dmuon.Muon(build(), **options)
+    with pytest.raises(ValueError, match=r"would let their norm grow\. Keep .* or let .* master_weights=True"):
+        dmuon.Muon(build().to(HALF), weight_decay_mode="hyperball", **ROUNDED)
     with pytest.raises(ValueError, match="is for weights without masters: leave it or master_weights out"):
         dmuon.Muon(build().to(HALF), **MASTERS, **ROUNDED)
     with pytest.raises(

@@ -29,16 +29,18 @@ STRATEGY = "strategy"  # the option of a group that has its own
 MUON_OPTIONS = (
     "lr", "weight_decay", "weight_decay_mode", "momentum", "momentum_dtype", "momentum_device", "nesterov",
     "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize", "second_moment", "second_moment_beta",
-    "adjust_lr_fn", "lr_multiplier", "master_weights",
+    "adjust_lr_fn", "lr_multiplier", "master_weights", "bf16_stochastic_round",
 )  # fmt: skip
-ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier", "master_weights")
+ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier", "master_weights", "bf16_stochastic_round")
 STATE_OPTIONS = ("second_moment", "momentum_dtype", "momentum_device", "master_weights")  # what state there is
 # Groups have these only where they are not as here: state dicts that are older than the options have the same keys.
 USUAL: Mapping[str, Any] = {
     "weight_decay_mode": "decoupled", "momentum_dtype": None, "momentum_device": None, "orthogonalize": None,
     "second_moment": None, "second_moment_beta": 0.95, "lr_multiplier": 1.0, "master_weights": False,
+    "bf16_stochastic_round": False,
 }  # fmt: skip
 RARE = USUAL.keys() - {"lr_multiplier"}  # which who has groups of his own writes there
+_OF_HALVES = ("master_weights", "bf16_stochastic_round")
 DECAY_MODES = ("decoupled", "cautious", "independent", "l2", "hyperball")
 MOST_NS_STEPS = 20
 
@@ -166,7 +168,11 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
         raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
     numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps", "lr_multiplier") if name in group}
     below_one: dict[str, Any] = {}
-    check_flag("master_weights", group.get("master_weights", False))
+    halves = [name for name in _OF_HALVES if group.get(name, False) is not False]
+    for name in halves:
+        check_flag(name, group[name])
+    if len(halves) > 1:
+        raise ValueError("bf16_stochastic_round=True is for weights without masters: leave it or master_weights out")
     if group["use_muon"]:
         full = {**USUAL, **group}
         below_one |= {name: full[name] for name in ("momentum", "second_moment_beta")}
@@ -229,26 +235,43 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
     update_scale(group["adjust_lr_fn"], (2, 2))
 
 
-def check_halves(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> None:
-    """Refuse to keep masters where no weight needs one, or where nothing says how they lie.
+def check_halves(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+    """Refuse what is for weights in half precision where there are none.
 
     Args:
         names: of the parameters, by ``id``.
 
     Raises:
-        ValueError: by name, a parameter in the way.
+        ValueError: names one of them.
     """
-    params = [param for group in groups if group.get("master_weights") for param in group["params"]]
-    for param in params:
-        if flat_of(param) is not None:
+    for option, dtypes in zip(_OF_HALVES, (HALF, (torch.bfloat16,)), strict=True):
+        params = [param for group in groups if group.get(option) for param in group["params"]]
+        if params and not any(param.dtype in dtypes or isinstance(param, OwnedTensor) for param in params):
             raise ValueError(
-                f"master_weights for {names[id(param)]!r}, of which FSDP1 has a flat shard on each rank: use its "
-                "MixedPrecision, which keeps fp32 shards, or torch's fully_shard (FSDP2)"
+                f"{option}=True, and no parameter is in {' or '.join(map(str, dtypes))}, such as "
+                f"{names[id(params[0])]!r}, which is {params[0].dtype}: leave it out"
             )
-    if params and not any(param.dtype in HALF or isinstance(param, OwnedTensor) for param in params):
+
+
+def check_half(param: Tensor, group: Mapping[str, Any], name: str) -> None:
+    """Refuse a parameter that an option for half precision cannot take.
+
+    Raises:
+        ValueError: names it.
+    """
+    option = next((option for option in _OF_HALVES if group.get(option)), None)
+    if option is None:
+        return
+    if flat_of(param) is not None:
         raise ValueError(
-            f"master_weights=True, and no parameter is in half precision, such as {names[id(params[0])]!r}, which is "
-            f"{params[0].dtype}: leave it out"
+            f"{option} for parameter {name}, of which FSDP1 has a flat shard on each rank: use its MixedPrecision, "
+            "which keeps fp32 shards, or torch's fully_shard (FSDP2)"
+        )
+    if option == "bf16_stochastic_round" and (param.dtype == torch.float16 or isinstance(param, OwnedTensor)):
+        why = "which is torch.float16" if param.dtype == torch.float16 else "of which its owner has an fp32 master"
+        raise ValueError(
+            f"bf16_stochastic_round for parameter {name}, {why}: leave it out, or put it into those groups of "
+            "dmuon.param_groups(model) that have weights in bf16"
         )
 
 

@@ -519,6 +519,12 @@ def test_weights_whose_norm_would_not_stay_are_refused() -> None:
             "master_weight",
             {"dtype": torch.bfloat16, "master_weights": True},
         ),
+        (
+            "the same with `bf16_stochastic_round=True`",
+            "8",
+            "exp_avg",
+            {"exclude": ["blocks.1"], "dtype": torch.bfloat16, "bf16_stochastic_round": True},
+        ),
     ],
 )
 def test_state_has_as_many_bytes_as_the_documentation_says(row: str, nbytes: str, key: str, options: Any) -> None:

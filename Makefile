@@ -35,17 +35,17 @@ docs: $(STAMP)
 RECORD = $(VENV)/bin/python bench/$(1) --json bench/results/$(2).json
 bench: $(STAMP)
 	$(call RECORD,step.py --rounds 11,step-modes-cpu)
-	$(call RECORD,step.py --programs sweep,step-sweep-cpu)
-	$(call RECORD,step.py --programs ablation,ablation-cpu)
+	$(call RECORD,step.py --programs sweep --rounds 9,step-sweep-cpu)
+	$(call RECORD,step.py --programs ablation --rounds 7,ablation-cpu)
 	$(call RECORD,exchange.py,exchange-cpu)
-	$(call RECORD,exchange.py --sweep small --rounds 9,exchange-small-cpu)
+	-$(call RECORD,exchange.py --rate 400mbit --rounds 5,exchange-400mbit-cpu)
 	$(call RECORD,memory.py,memory-cpu)
+	$(call RECORD,memory.py --mode resident --world 2,memory-resident-cpu)
 	$(call RECORD,scale.py --ranks 8$(,)64$(,)1024$(,)4096$(,)16384 --matrices 224$(,)2048,scale)
 	$(call RECORD,planner_gaps.py --costs h200,planner-gaps-h200)
 	$(call RECORD,numerics.py,numerics)
 	$(call RECORD,newton_schulz.py,newton-schulz-cpu)
 	$(call RECORD,family.py --steps 100,family-cpu)
-	$(call RECORD,family.py --steps 300 --layers 2 --members standard$(,)fp16$(,)halves$(,)halves-squares,precisions-cpu)
 	$(VENV)/bin/python bench/figures.py --write
 
 clean:

@@ -2,19 +2,17 @@
 
 Programs take turns as in bench/step.py, which explains the columns: ``exchanged async P`` and ``exchanged in turn P``
 with ``prefetch_count=P`` (the owners orthogonalize at the same time, or one batch after the other),
-gather-then-compute over FSDP2, dedicated owners with FSDP2 for the rest, FSDP2 + AdamW. With ``--sweep small`` the
-programs are values of ``small_param_numel_threshold``, on a model of many shapes. Two more columns:
+gather-then-compute over FSDP2, dedicated owners with FSDP2 for the rest, FSDP2 + AdamW. Two more columns:
 
     in flight  most MB alive at once of what is packed, on its way or put together in step(), counted
     equal      1 where all weights are bitwise those of the first program after the whole run
 
     python bench/exchange.py --json bench/results/exchange-cpu.json
-    python bench/exchange.py --sweep small
-    sudo python bench/exchange.py --rate 200mbit --rounds 7
+    python bench/exchange.py --rate 400mbit --rounds 5
 
 ``--rate`` runs everything in a network namespace of its own, in which the loopback interface passes so many bits per
-second, of all ranks and both directions together (tc's token bucket). That needs root and Linux with ``unshare``,
-``ip`` and ``tc``; where the machine cannot do it, this exits with status 2.
+second, of all ranks and both directions together (tc's token bucket). That needs Linux with ``unshare``, ``ip`` and
+``tc``, and root only where users may not have namespaces; where the machine cannot do it, this exits with status 2.
 """
 
 from __future__ import annotations
@@ -31,13 +29,12 @@ from pathlib import Path
 import torch
 from common.harness import Record, on_ranks, run
 from common.ledger import Ledger
-from common.options import parse
+from common.options import option, parse
 from common.programs import (
     ADAMW,
     COLUMNS,
     DEDICATED,
     GATHER,
-    LEAST,
     LR,
     Program,
     Sizes,
@@ -54,7 +51,7 @@ from common.ranks import over_ranks
 from common.results import columns
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from training.model import GPT, MLP, GPTConfig
+from training.model import GPT
 from training.trainer import sharded
 
 import dmuon
@@ -65,59 +62,48 @@ from dmuon.planning.cost_lookup import link_ns_per_byte
 CONFINED = "DMUON_BENCH_CONFINED"  # set inside of the network namespace
 REPEATS = 3  # of counting: a thread of gloo may keep what has arrived for a moment
 MB = 1e6
+SAVED = {"step()": ".0%", "step": ".0%"}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings(Sizes):
+    world: int = option(2, least=2)  # one rank exchanges nothing
     chunk_bytes: int = 2**28
-    small: int = 65536
-    sweep: str = "modes"
+    small: int = option(65536, least=0)
     rate: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """How an exchanged model's optimizer is configured; ``None`` as the settings say."""
-
-    together: bool = True
-    prefetch: int = 1
-    small: int | None = None
-
-
-SWEEPS: dict[str, dict[str, Mode]] = {
-    "modes": {
-        f"exchanged {'async' if together else 'in turn'} {prefetch}": Mode(together, prefetch)
-        for together in (False, True)
-        for prefetch in range(4)
-    },
-    "small": {
-        f"exchanged small {small} / {prefetch}": Mode(prefetch=prefetch, small=small)
-        for small in (0, 2**14, 2**16, 2**18, 2**20)
-        for prefetch in (0, 1)
-    },
+MODES = {  # whether owners orthogonalize at the same time, and how many rounds are prefetched
+    f"exchanged {'async' if together else 'in turn'} {prefetch}": (together, prefetch)
+    for together in (False, True)
+    for prefetch in range(4)
+}
+# What of the time is saved, by the article about configurations: from one program to the other.
+SEEDS = {
+    "prefetching, one batch at a time": ("20-40%", "exchanged in turn 0", "exchanged in turn 1"),
+    "prefetching, owners together": ("20-40%", "exchanged async 0", "exchanged async 1"),
+    "owners together, beside prefetching": ("20-30%", "exchanged in turn 1", "exchanged async 1"),
+    "both": ("", "exchanged in turn 0", "exchanged async 1"),
 }
 
 
-def swept_model(settings: Settings) -> GPT:
-    """The GPT; to sweep over small matrices, one whose blocks have MLPs of 32, 64, 128, ... hidden units."""
-    model = initial_model(settings)
-    if settings.sweep == "small":
-        for i, block in enumerate(model.blocks):
-            block.mlp = MLP(GPTConfig(width=settings.width, inner=32 << (i % 8)))
-    return model
+def seeds(rows: Record) -> Record:
+    """Published parts beside those that were measured, of ``step()`` and of the whole step."""
+    return {
+        name: {"published": said} | {column: 1 - rows[after][column] / rows[before][column] for column in SAVED}
+        for name, (said, before, after) in SEEDS.items()
+    }
 
 
 def build(name: str, initial: GPT, mesh: DeviceMesh, settings: Settings) -> Program:
-    mode = SWEEPS[settings.sweep].get(name)
-    if mode is None:
+    if name not in MODES:
         return build_stock(name, initial, mesh, settings)
     model = sharded(fully_shard, copy.deepcopy(initial), mesh=mesh)
     config = dmuon.create_dtensor_config(
-        mode.together,
-        mode.prefetch,
+        *MODES[name],
         costs=settings.costs,
         chunk_bytes=settings.chunk_bytes,
-        small_param_numel_threshold=settings.small if mode.small is None else mode.small,
+        small_param_numel_threshold=settings.small,
     )
     return Program(name, model, [dmuon.Muon(model, lr=LR, distributed_config=config)], "owners")
 
@@ -155,27 +141,25 @@ def equal_to_first(programs: list[Program]) -> dict[str, int]:
 def worker(rank: int, settings: Settings) -> Record:
     mesh = init_device_mesh("cpu", (settings.world,))
     plan_with_one_link(settings.world)
-    initial = swept_model(settings)
-    names = [*SWEEPS[settings.sweep], GATHER, DEDICATED, ADAMW]
+    initial = initial_model(settings)
+    names = [*MODES, GATHER, DEDICATED, ADAMW]
     programs = [build(name, initial, mesh, settings) for name in names]
     error = errors(programs, initial, settings, rank)
-    held = {p.name: in_flight(p, settings, rank) for p in programs if p.name in SWEEPS[settings.sweep]}
+    held = {p.name: in_flight(p, settings, rank) for p in programs if p.name in MODES}
     record = rows_of(programs, measure_steps(programs, initial, settings, rank), error, settings.world)
     for column, values in (("in flight", held), ("equal", equal_to_first(programs))):
         for name, value in values.items():
             record["programs"][name][column] = value
-    return record
-
-
-def measure(settings: Settings) -> Record:
-    return on_ranks(worker, settings)
+    return {**record, "saved": seeds(record["programs"])}
 
 
 def table(record: Record) -> str:
     rate = record["settings"]["rate"]
     limited = f"\nloopback limited to {rate} for all ranks together" if rate else ""
     shown = {**COLUMNS, "in flight": ".1f", "equal": "d"}
-    return f"{described(record)}{limited}\n\n{columns(record['programs'], shown, 'program')}"
+    text = f"{described(record)}{limited}\n\n{columns(record['programs'], shown, 'program')}"
+    saved = columns(record["saved"], {"published": "", **SAVED}, "less time by") if record.get("saved") else ""
+    return f"{text}\n\n{saved}".rstrip()
 
 
 # -- a slower loopback -------------------------------------------------------------------------------------------------
@@ -189,27 +173,24 @@ def run_confined(rate: str, argv: Sequence[str]) -> int:
         return 2
     # Segments smaller than the bucket, and a bucket smaller than what is exchanged, or nothing would be limited.
     lines = ["set -e", "ip link set lo mtu 16384", "ip link set lo up"]
-    lines.append(f"tc qdisc add dev lo root handle 1: tbf rate {rate} burst 64kb limit 64mb")
-    script, isolated = "\n".join(lines), ["unshare", "-n", "sh", "-c"]
-    tried = subprocess.run([*isolated, script], capture_output=True, text=True)
+    lines += [f"tc qdisc add dev lo root handle 1: tbf rate {rate} burst 64kb limit 64mb", 'test $# = 0 || exec "$@"']
+    mapped = [] if os.geteuid() == 0 else ["--map-root-user"]  # which needs namespaces for users
+    confined = ["unshare", *mapped, "--net", "sh", "-c", "\n".join(lines), "sh"]
+    tried = subprocess.run(confined, capture_output=True, text=True)
     if tried.returncode:
-        said = " ".join((tried.stderr or tried.stdout).split())
-        print(
-            f"--rate is not possible here: {said}; it needs root, and a kernel with CONFIG_NET_SCH_TBF",
-            file=sys.stderr,
-        )
+        why = "it needs root or namespaces for users, and CONFIG_NET_SCH_TBF"
+        print(f"--rate is not possible here: {' '.join(tried.stderr.split())}; {why}", file=sys.stderr)
         return 2
-    command = [*isolated, script + '\nexec "$@"', "sh", sys.executable, str(Path(__file__).resolve()), *argv]
+    command = [*confined, sys.executable, str(Path(__file__).resolve()), *argv]
     return subprocess.run(command, env={**os.environ, CONFINED: "1"}).returncode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    least = {**LEAST, "chunk_bytes": 1, "world": 2}  # one rank exchanges nothing
-    _, settings = parse(Settings, __doc__, argv, least=least, choices={"sweep": SWEEPS})
+    _, settings = parse(Settings, __doc__, argv)
     if settings.rate and settings.read is None and CONFINED not in os.environ:
         return run_confined(settings.rate, argv)
-    return run(Settings, __doc__, argv, measure, table)
+    return run(Settings, __doc__, on_ranks(worker), table, argv)
 
 
 if __name__ == "__main__":

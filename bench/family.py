@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common.harness import Record, run
-from common.options import Options
+from common.options import Options, option
 from common.results import columns
 from training.data import EVALUATION_WINDOWS, Corpus, load_corpus
 from training.model import GPT, GPTConfig
@@ -40,6 +40,8 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "independent": {"weight_decay_mode": "independent", "weight_decay": 8e-4, "adamw_weight_decay": 0.1},
     "l2": {"weight_decay_mode": "l2", "weight_decay": 1e-4, "adamw_weight_decay": 0.1},
     "normuon": {"second_moment": "row"},
+    "adamuon": {"second_moment": "element", "nesterov": False},
+    "hyperball": {"weight_decay_mode": "hyperball", "adamw_weight_decay": 0.1},
     "bf16": {"momentum_dtype": torch.bfloat16},
     "fp16": {"ns_dtype": torch.float16},
     "squares": {"ns_coefficients": "squares"},
@@ -105,8 +107,8 @@ def validation_loss(model: GPT, corpus: Corpus, context: int) -> float:
 @dataclass(frozen=True, slots=True)
 class Settings(Options):
     steps: int = 150
-    seeds: tuple[int, ...] = (0, 1, 2)
-    members: tuple[str, ...] = ("muon", "cautious", "independent", "l2", "normuon", "bf16")
+    seeds: tuple[int, ...] = option((0, 1, 2), least=0)
+    members: tuple[str, ...] = ("muon", "cautious", "independent", "l2", "normuon", "adamuon", "hyperball@2e-2", "bf16")
     width: int = 128
     layers: int = 3
 
@@ -114,7 +116,7 @@ class Settings(Options):
 def measure(settings: Settings) -> Record:
     torch.set_num_threads(1)
     config = GPTConfig(settings.layers, settings.width, 4, 64)
-    corpus = load_corpus(None, config.context)
+    corpus = load_corpus()
     rows: dict[str, Record] = {}
     for member in settings.members:
         losses = [train(member, seed, config, corpus, settings.steps, 16) for seed in settings.seeds]
@@ -133,13 +135,10 @@ def table(record: Record) -> str:
     return columns(shown, {"loss": ".4f", "difference": "+.4f", "p": ".3f", "by seed": ""}, "member")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    def fault(settings: Settings) -> str:
-        unknown = [m for m in settings.members if m.partition("@")[0] not in (*MEMBERS, *OTHERS)]
-        return f"--members: {unknown[0]} is none of {', '.join((*MEMBERS, *OTHERS))}" if unknown else ""
-
-    return run(Settings, __doc__, argv, measure, table, least={"steps": 1}, fault=fault)
+def fault(settings: Settings) -> str:
+    unknown = [m for m in settings.members if m.partition("@")[0] not in (*MEMBERS, *OTHERS)]
+    return f"--members: {unknown[0]} is none of {', '.join((*MEMBERS, *OTHERS))}" if unknown else ""
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(Settings, __doc__, measure, table, fault=fault))

@@ -16,7 +16,6 @@ At the end stands what was predicted beside what was measured. dmuon must be ins
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -31,8 +30,9 @@ from typing import Any, NoReturn
 import torch
 from common.checkout import ROOT, commit
 from common.fit import overhead, scenario_of
+from common.options import parse
 from common.published import Case
-from common.results import write_json
+from common.results import columns, write_json
 from gpu.steps import AGAIN, settings_of
 
 from dmuon.planning.cost_cache import CostCache, user_cache_path
@@ -49,6 +49,14 @@ _GRACE = 15.0  # seconds to end in, before a part is killed
 
 
 @dataclass(frozen=True, slots=True)
+class Arguments:
+    """``out``: a folder. ``dry``: on the CPU, with a tiny model and two ranks."""
+
+    out: str = "runs/hour"
+    dry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One command, the JSON file that it writes, and the seconds after which it is ended."""
 
@@ -59,33 +67,25 @@ class Part:
 
 
 def parts(out: Path, gpus: int, dry: bool) -> list[Part]:
-    python, cpu = sys.executable, ("--device", "cpu")
-    check = ("-m", "dmuon.tools.cli.check", "--first-run", "--json", str(out / "checks.json"))
-    kernels = (str(_BENCH / "gpu_kernels.py"), "--models", str(ROOT / "examples/models"), "--json")
-    profile = ("-m", "dmuon.tools.cli.profile", str(out / "model.json"), "--budget")
+    def part(name: str, seconds: float, *words: str, found: Path | None = None) -> Part:
+        path = found or out / f"{name.replace(' ', '-')}.json"
+        written = () if found else ("--json", str(path))
+        return Part(name, seconds, (sys.executable, *words, *written), path)
+
+    cpu = ("--device", "cpu") if dry else ()
+    check = ("-m", "dmuon.tools.cli.check", "--first-run", *cpu, *(("--topologies", "1d,fsdp2") if dry else ()))
+    kernels = (str(_BENCH / "gpu_kernels.py"), "--models", str(ROOT / "examples/models"))
+    limits = ("--seconds", "2", "--dry") if dry else ("--seconds", "600")
+    profile = ("-m", "dmuon.tools.cli.profile", str(out / "model.json"), *cpu, "--budget")
+    budget = ("2", "--max-batch", "2") if dry else ("480",)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    steps = ("-m", "gpu.steps", "--size", "dry" if dry else "1b", "--json")
-    found = [
-        Part(
-            "checks", 900, (python, *check, *((*cpu, "--topologies", "1d,fsdp2") if dry else ())), out / "checks.json"
-        ),
-        Part(
-            "kernels",
-            660,
-            (
-                python,
-                *kernels,
-                str(out / "kernels.json"),
-                *(("--seconds", "2", "--dry") if dry else ("--seconds", "600")),
-            ),
-            out / "kernels.json",
-        ),
-        Part("costs", 660, (python, *profile, *(("2", "--max-batch", "2", *cpu) if dry else ("480",))), cost_file(dry)),
+    size = ("-m", "gpu.steps", "--size", "dry" if dry else "1b")
+    return [
+        part("checks", 900, *check),
+        part("kernels", 660, *kernels, *limits),
+        part("costs", 660, *profile, *budget, found=cost_file(dry)),
+        *(part(f"steps {world}", 480, *torchrun, str(world), *size) for world in (1, 2, 4, 8) if world <= gpus),
     ]
-    for world in (count for count in (1, 2, 4, 8) if count <= gpus):
-        path = out / f"steps-{world}.json"
-        found.append(Part(f"steps {world}", 480, (python, *torchrun, str(world), *steps, str(path)), path))
-    return found
 
 
 def cost_file(dry: bool) -> Path:
@@ -149,7 +149,7 @@ def verdict(out: Path, gpus: int, dry: bool) -> Iterator[dict[str, Any]]:
             yield _timed(f"ms of an update, {k} × {shape[0]}×{shape[1]}", *ms)
     for world in (1, 2, 4, 8):
         if f"steps {world}" in found:
-            yield from _steps(json.loads(found[f"steps {world}"].read_text())["programs"], name, world, dry)
+            yield from _steps(out, json.loads(found[f"steps {world}"].read_text())["programs"], name, world, dry)
 
 
 def _timed(what: str, predicted: float, measured: float) -> dict[str, Any]:
@@ -157,14 +157,16 @@ def _timed(what: str, predicted: float, measured: float) -> dict[str, Any]:
     return {"what": what, "predicted": predicted, "measured": measured, "ratio": predicted / measured, "held": held}
 
 
-def _steps(programs: dict[str, dict[str, float]], name: str, world: int, dry: bool) -> Iterator[dict[str, Any]]:
+def _steps(
+    out: Path, programs: dict[str, dict[str, float]], name: str, world: int, dry: bool
+) -> Iterator[dict[str, Any]]:
     """What each program adds to AdamW's step, at the efficiency by which that takes as long as measured."""
     over = [programs[one]["step_ms"] / 1e3 for one in ("adamw", AGAIN) if one in programs]
     for program in (one for one in _PREDICTED if over and one in programs):
         settings = settings_of("dry" if dry else "1b", world, "cpu" if dry else "cuda")
         measured = programs[program]["step_ms"] / 1e3 / (sum(over) / len(over)) - 1
         case = Case(
-            program, config_of(dry), HARDWARE[name], _PREDICTED[program], measured, "this run",
+            program, str(out / "model.json"), HARDWARE[name], _PREDICTED[program], measured, "this run",
             over_s=sum(over) / len(over), grid={"world": world}, tokens=settings.batch * settings.context,
             sequence=settings.context,
         )  # fmt: skip
@@ -214,15 +216,12 @@ def begin(out: Path, dry: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/hour"), help="folder (default: %(default)s)")
-    parser.add_argument("--dry", action="store_true", help="on the CPU, with a tiny model and two ranks")
-    arguments = parser.parse_args(argv)
+    parser, arguments = parse(Arguments, __doc__, argv)
     if not arguments.dry and not torch.cuda.is_available():
         parser.error("no CUDA device; --dry runs the script without one")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
-    out, dry = arguments.out.resolve(), arguments.dry
+    out, dry = Path(arguments.out).resolve(), arguments.dry
     gpus = 2 if dry else torch.cuda.device_count()
     try:
         hour = begin(out, dry)
@@ -236,12 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{part.name}: {hour['parts'][part.name]['status']}", flush=True)
     hour["verdict"] = list(verdict(out, gpus, dry))
     write_json(out / "hour.json", hour)
-    print(f"\n{'':48}{'predicted':>10}{'measured':>10}{'ratio':>8}  held")
-    for row in hour["verdict"]:
-        ratio = f"{row['ratio']:8.2f}" if "ratio" in row else f"{'':8}"
-        print(
-            f"{row['what']:48}{row['predicted']:10.3g}{row['measured']:10.3g}{ratio}  {'yes' if row['held'] else 'NO'}"
-        )
+    rows = {row["what"]: {**row, "held": "yes" if row["held"] else "NO"} for row in hour["verdict"]}
+    print("\n" + columns(rows, {"predicted": ".3g", "measured": ".3g", "ratio": ".2f", "held": ""}))
     missed = sum(not row["held"] for row in hour["verdict"])
     print(f"\n{len(hour['verdict']) - missed} of {len(hour['verdict'])} predictions held; {out / 'hour.json'}")
     return int(any(part["status"] != "done" for part in hour["parts"].values()))

@@ -38,7 +38,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from common.clock import cold_samples, medians
 from common.harness import Record, run
-from common.options import Options
+from common.options import Options, option
 from common.results import columns
 from planner_gaps import matrices_of
 from torch import Tensor
@@ -59,6 +59,7 @@ PEER_OPERATIONS = 1 << 29  # a larger product in fp16 takes minutes where the CP
 SMALL = ((16, 16), (16, 64), (16, 256), (32, 32), (32, 128), (64, 64), (64, 256), (128, 128), (128, 512), (256, 256))
 SQUARES = tuple((m, alpha * m) for m in (512, 1024) for alpha in (1, 2, 3, 4, 5))
 HALVES = ((128, 128), (256, 256), (256, 1024), (512, 512), (512, 1792), (1024, 1024), (1024, 4096))
+FIXED = {"small": SMALL, "bf16": HALVES, "squares": SQUARES}
 
 Coefficients = Sequence[tuple[float, float, float]]
 POLAR: Any = coefficient_sequence("polar_express", STEPS)
@@ -68,7 +69,7 @@ Work = dict[str, tuple[Callable[[], Tensor], Any]]  # and the coefficients, or t
 
 @dataclass(frozen=True, slots=True)
 class Settings(Options):
-    mode: str = "models"
+    mode: str = option("models", choices=("models", *FIXED))
     models: str = "examples/models"
     scale: int = 8
     rounds: int = 15
@@ -171,9 +172,8 @@ def measure_shape(mode: str, m: int, n: int, k: int, rounds: int, seconds: float
 
 def shapes_of(settings: Settings) -> list[tuple[int, int, int]]:
     """``(m, n, k)``, of models with m <= n."""
-    fixed = {"small": SMALL, "bf16": HALVES, "squares": SQUARES}
-    if settings.mode in fixed:
-        return [(m, n, 1) for m, n in fixed[settings.mode]]
+    if settings.mode in FIXED:
+        return [(m, n, 1) for m, n in FIXED[settings.mode]]
     paths = Path(settings.models).glob("*.json")
     found = {(min(m.shape), max(m.shape)) for path in paths for m in matrices_of(path, settings.scale)}
     shapes = sorted(found.union(LARGE)) if found else []
@@ -202,14 +202,9 @@ def table(record: Record) -> str:
     return "m x n (matrices); ms (error), and ratios\n" + columns(shown, dict.fromkeys(widest, ""))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    def fault(settings: Settings) -> str:
-        return "" if shapes_of(settings) else f"--models {settings.models}: no *.json with matrices there"
-
-    least = {"rounds": 1, "scale": 1}
-    choices = {"mode": ("models", "small", "bf16", "squares")}
-    return run(Settings, __doc__, argv, measure, table, least=least, choices=choices, fault=fault)
+def fault(settings: Settings) -> str:
+    return "" if shapes_of(settings) else f"--models {settings.models}: no *.json with matrices there"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(Settings, __doc__, measure, table, fault=fault))

@@ -12,9 +12,9 @@ relative to the exact result (the polynomial applied to fp64 singular values).
 Presets run at five steps. Half: every symmetric product is its lower half, mirrored, and reads its right factor as the
 transpose, as the GPU's kernel does; full: whole products. V whole: but for the first ``V = R Z + aR`` after a restart,
 a whole product that is read as it is; so the library runs fp16 on GPUs. Two restart blocks of squares have the degrees
-33 and 65; full, each addend of a sum is rounded, half, each sum is rounded once. "On this CPU": bf16 multiplied as such
-where the CPU does. Safe: no NaN or inf, and σmax at most ``MARGIN`` above the exact one. Costs are in units of m³
-multiply-adds: a full square product is 2, its lower half 1, and α is the ratio of the sides.
+33 and 65; full, each addend of a sum is rounded, half, each sum is rounded once. Safe: no NaN or inf, and σmax at most
+``MARGIN`` above the exact one. Costs are in units of m³ multiply-adds: a full square product is 2, its lower half 1,
+and α is the ratio of the sides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,22 +31,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from common.harness import Record, run
-from common.options import Options
+from common.options import Options, option
 from common.results import columns
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
 from stress import FULL_SET, MARGIN, QUICK_SET, SMALL, Batch, stress_set
 
-import dmuon.kernels
 from dmuon.kernels import (
     PRESETS,
     QUINTICS,
     Iteration,
     Square,
     Squares,
-    Variant,
-    carrier_dtype,
     coefficient_sequence,
     iterate,
     safe_restarts,
@@ -55,15 +52,15 @@ from dmuon.kernels.arithmetic import Arithmetic, SplitArithmetic
 from dmuon.kernels.coefficients import SQUARES
 from dmuon.kernels.variant import Backend, relative_cost, squares_cost
 
-Steps = tuple[tuple[float, ...], ...]  # of each step, the coefficients of s, s³, s⁵
+Steps = tuple[tuple[float, float, float], ...]  # of each step, the coefficients of s, s³, s⁵
 
 
 def polynomial(sigma: Tensor, steps: Steps | Squares) -> Tensor:
     """What exact arithmetic maps singular values to."""
     if isinstance(steps, Squares):
         return of_squares(sigma, steps)
-    for step in steps:
-        sigma = sigma * _factor(sigma * sigma, step)
+    for a, b, c in steps:
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
     return sigma
 
 
@@ -76,14 +73,6 @@ def of_squares(sigma: Tensor, squares: Squares) -> Tensor:
             stored.append(square.square * stored[-1] ** 2 + added + square.identity)
         sigma = sigma * stored[-1]
     return sigma
-
-
-def _factor(r: Tensor, step: tuple[float, ...]) -> Tensor:
-    """``q(r)``, where the step maps ``s`` to ``s q(s²)``."""
-    q = torch.zeros_like(r)
-    for coefficient in reversed(step):
-        q = q * r + coefficient
-    return q
 
 
 # -- forms ---------------------------------------------------------------------------------------------------
@@ -110,10 +99,10 @@ class TileArithmetic(SplitArithmetic):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How an iteration is computed: the library's options, or a scheme of higher degree that it does not have.
+    """How an iteration is computed, by the library's options.
 
     ``restarts`` is ``None`` for the standard form. Symmetric products are in full or ``halves``, mirrored, but for the
-    first ``V`` after a restart with ``whole_v``; in schemes of higher degree that is the first ``V`` of any block.
+    first ``V`` after a restart with ``whole_v``.
     ``cost``: ``p`` and ``q`` of ``p α + q`` half products of m³.
     """
 
@@ -124,19 +113,14 @@ class Form:
     halves: bool = True
     whole_v: bool = False
 
-    @property
-    def arithmetic(self) -> Arithmetic:
-        return (TileArithmetic if self.halves else Arithmetic)(self.dtype, torch.float32)
-
     def run(self, x: Tensor, steps: Steps | Squares) -> Tensor:
         """``x``, fp32 of Frobenius norm one, after ``steps``; ``x`` is overwritten."""
-        arithmetic = self.arithmetic
+        arithmetic = (TileArithmetic if self.halves else Arithmetic)(self.dtype, torch.float32)
         x = arithmetic.round_(x)
         if isinstance(steps, Squares):
             return iterate(x, Iteration(steps, "gram", self.restarts or (), self.dtype), arithmetic)
-        quintics = tuple((a, b, c) for a, b, c in steps)
         method: Literal["standard", "gram"] = "standard" if self.restarts is None else "gram"
-        return iterate(x, Iteration(quintics, method, self.restarts or (), self.dtype, self.whole_v), arithmetic)
+        return iterate(x, Iteration(steps, method, self.restarts or (), self.dtype, self.whole_v), arithmetic)
 
 
 def library_forms() -> Iterator[Form]:
@@ -159,22 +143,6 @@ def library_forms() -> Iterator[Form]:
             yield form(f"{name}, V whole", torch.float16, restarts, True, True)
 
 
-class OnCpu(Form):
-    """As the library runs bf16 on the CPU that this program runs on, with whole products."""
-
-    def run(self, x: Tensor, steps: Steps | Squares) -> Tensor:
-        assert not isinstance(steps, Squares)
-        quintics = tuple((a, b, c) for a, b, c in steps)
-        return dmuon.kernels.run(
-            x.to(carrier_dtype(x.device, self.dtype)), Variant("standard", (), "torch", len(x)), quintics, self.dtype
-        )
-
-
-def cpu_forms() -> Iterator[Form]:
-    """bf16, which saves time on CPUs that multiply it."""
-    yield OnCpu("standard bf16, on this CPU", torch.bfloat16, None, (20, 10), False)
-
-
 def squares_forms() -> Iterator[Form]:
     """How the library runs blocks of squares: sums with each addend rounded, or in the product, rounded once."""
     for dtype, halves in (
@@ -193,46 +161,29 @@ def squares_forms() -> Iterator[Form]:
 # -- measurement ---------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Quality:
+def judge(batches: Sequence[Batch], form: Form, steps: Steps | Squares, limit: float) -> Record:
     """What a form does to the stress set; ``worst`` names the matrix with the largest singular value."""
-
-    variant: str
-    preset: str
-    cost: tuple[int, int]
-    sigma_max: float = 0.0
-    sigma_min: float = math.inf
-    nan: int = 0
-    rel_worst: float = 0.0
-    rel_median: float = 0.0
-    worst: str = ""
-    half: bool = True
-    safe: bool = False
-
-
-def judge(batches: Sequence[Batch], form: Form, preset: str, steps: Steps | Squares, limit: float) -> Quality:
-    result = Quality(form.name, preset, form.cost, half=form.halves)
+    found = {"cost": f"{form.cost[0]}α+{form.cost[1]}", "sigma_max": 0.0, "sigma_min": math.inf, "nan": 0, "worst": ""}
     errors = []
     for batch in batches:
         output = form.run(batch.x.float(), steps).double()
         finite = output.isfinite().flatten(1).all(1)
-        result.nan += int((~finite).sum())
+        found["nan"] += int((~finite).sum())
         output = torch.where(finite[:, None, None], output, 0.0)
         exact = (batch.u * polynomial(batch.sigma, steps)[:, None, :]) @ batch.vh
         errors.append(((output - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2)))[finite])
         rotated = batch.u.mT @ output
         gram = rotated @ rotated.mT  # in the basis of the left singular vectors of the input
         largest = torch.linalg.eigvalsh(gram)[:, -1].sqrt()
-        if largest.max() > result.sigma_max:
-            result.sigma_max, result.worst = largest.max().item(), batch.names[int(largest.argmax())]
+        if largest.max() > found["sigma_max"]:
+            found |= {"sigma_max": largest.max().item(), "worst": batch.names[int(largest.argmax())]}
         kept = (batch.sigma >= SMALL).double()
         gram = gram * kept[:, :, None] * kept[:, None, :] + torch.diag_embed(4 * (1 - kept))
         least = torch.linalg.eigvalsh(gram[finite])[:, 0].clamp(min=0).sqrt()
-        result.sigma_min = min([result.sigma_min, *least.tolist()])
+        found["sigma_min"] = min([found["sigma_min"], *least.tolist()])
     error = torch.cat(errors)
-    result.rel_worst, result.rel_median = error.max().item(), error.median().item()
-    result.safe = result.nan == 0 and result.sigma_max <= limit
-    return result
+    safe = "yes" if found["nan"] == 0 and found["sigma_max"] <= limit else "no"
+    return {**found, "rel_worst": error.max().item(), "rel_median": error.median().item(), "safe": safe}
 
 
 # -- report --------------------------------------------------------------------------------------------------
@@ -244,16 +195,14 @@ COLUMNS |= {"safe": "", "worst": ""}
 @dataclass(frozen=True, slots=True)
 class Settings(Options):
     quick: bool = False
-    preset: str = "all"
+    preset: str = option("all", choices=("all", *PRESETS))
 
 
 def measure(settings: Settings) -> Record:
     torch.set_num_threads(1)
     batches = stress_set(QUICK_SET if settings.quick else FULL_SET)
     cases: list[tuple[str, Form, Steps | Squares]] = [
-        (preset, form, coefficient_sequence(preset, 5))
-        for preset in QUINTICS
-        for form in (*library_forms(), *cpu_forms())
+        (preset, form, coefficient_sequence(preset, 5)) for preset in QUINTICS for form in library_forms()
     ]
     cases += [(SQUARES.name, form, SQUARES) for form in squares_forms()]
     ideals: dict[str, float] = {}
@@ -262,9 +211,8 @@ def measure(settings: Settings) -> Record:
         if settings.preset in ("all", preset):
             if preset not in ideals:
                 ideals[preset] = max(polynomial(batch.sigma, steps).max().item() for batch in batches)
-            q = judge(batches, form, preset, steps, ideals[preset] + MARGIN)
-            cost = f"{q.cost[0]}α+{q.cost[1]}"
-            results.setdefault(preset, {})[q.variant] = {**asdict(q), "cost": cost, "safe": "yes" if q.safe else "no"}
+            found = judge(batches, form, steps, ideals[preset] + MARGIN)
+            results.setdefault(preset, {})[form.name] = found
     count = sum(len(batch.names) for batch in batches)
     return {"matrices": count, "exact_sigma_max": ideals, "results": results}
 
@@ -277,9 +225,5 @@ def table(record: Record) -> str:
     return "\n\n".join(parts)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run(Settings, __doc__, argv, measure, table, choices={"preset": ("all", *PRESETS)})
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(Settings, __doc__, measure, table))

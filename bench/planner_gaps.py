@@ -22,10 +22,10 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from common.ablation import baseline
 from common.harness import Record, run
 from common.options import Options
 from common.results import columns
-from common.rules import baseline
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
@@ -99,12 +99,9 @@ def table(record: Record) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    def fault(settings: Settings) -> str:
-        return "" if models_of(settings) else f"--models {settings.models}: no *.json there"
-
-    return run(Settings, __doc__, argv, measure, table, least={"scale": 1}, fault=fault)
+def fault(settings: Settings) -> str:
+    return "" if models_of(settings) else f"--models {settings.models}: no *.json there"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(Settings, __doc__, measure, table, fault=fault))

@@ -8,8 +8,7 @@ ranks, and matrices. ``--counts`` prints calls of functions instead of seconds, 
 ``mismatched`` phases are those that end because all other ranks were given something else than this one.
 
 ``experts`` are stacks over groups of 8 ranks: each group has as many matrices as are given, sharded within it, and
-nothing of the others'. Only the optimizer runs there. ``--copies 8`` shards the other models over an eighth of the
-ranks each, as HSDP does.
+nothing of the others'. Only the optimizer runs there.
 
     python bench/scale.py --ranks 8,64,1024 --matrices 224,2048 --json bench/results/scale.json
 """
@@ -21,21 +20,20 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from math import log
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 from common.harness import Record
 from common.harness import run as run_bench
-from common.options import Options
+from common.options import Options, option
 from common.pretended import dissent, pretend
+from common.ranks import resident_mib, restart_peak
 from common.results import columns
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -53,10 +51,9 @@ LATER = 3  # steps after the first, of which the median counts
 
 @dataclass(frozen=True, slots=True)
 class Settings(Options):
-    ranks: tuple[int, ...] = (8, 64, 256, 1024)
-    matrices: tuple[int, ...] = (224,)
-    residency: tuple[str, ...] = RESIDENCIES
-    copies: int = 1
+    ranks: tuple[int, ...] = option((8, 64, 256, 1024), least=2)
+    matrices: tuple[int, ...] = option((224,), least=BLOCKS)
+    residency: tuple[str, ...] = option(RESIDENCIES, choices=RESIDENCIES)
     counts: bool = False
 
 
@@ -71,7 +68,7 @@ class Block(nn.Module):
         return x
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Phase:
     """What one phase cost this rank.
 
@@ -79,13 +76,11 @@ class Phase:
         work: processor seconds, or calls of functions.
         collectives: that were started.
         grown: MiB by which resident memory was larger at most than before.
-        batches: that this rank orthogonalized.
     """
 
     work: float
     collectives: int
     grown: float
-    batches: int = 0
 
 
 class Meter:
@@ -97,50 +92,28 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        before, collectives = _resident(), self._counts.total()
-        called = 0
+        called, collectives = 0, self._counts.total()
 
         def count(frame: object, event: str, argument: object) -> None:
             nonlocal called
             called += event in ("call", "c_call")
 
         gc.collect()  # of what came before, which this phase would be charged for if it happened to be due
-        with _peak() as peak:
-            start = time.process_time()
-            if self._calls:
-                sys.setprofile(count)
-            try:
-                yield
-            finally:
-                sys.setprofile(None)
-            work = called if self._calls else time.process_time() - start
-        grown = max(peak[0], _resident()) - before
+        before = resident_mib()
+        restart_peak()
+        start = time.process_time()
+        if self._calls:
+            sys.setprofile(count)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+        work = called if self._calls else time.process_time() - start
+        grown = resident_mib(peak=True) - before
         self.phases.setdefault(name, []).append(Phase(work, self._counts.total() - collectives, grown))
 
 
-def _resident() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-@contextmanager
-def _peak() -> Iterator[list[float]]:
-    """The most MiB that were resident meanwhile."""
-    peak, ended = [0.0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.02):
-            peak[0] = max(peak[0], _resident())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        ended.set()
-        thread.join()
-
-
-def live(residency: str, ranks: int, matrices: int, calls: bool, copies: int) -> dict[str, Phase]:
+def live(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Phase]:
     """Of one life of a model on rank 0, by phase. Once in a process."""
     torch.set_num_threads(1)
     meter = Meter(pretend(ranks), calls)
@@ -159,8 +132,6 @@ def live(residency: str, ranks: int, matrices: int, calls: bool, copies: int) ->
         save_and_load(meter, optimizer)
         return medians(meter)
     mesh = init_device_mesh("cpu", (ranks,))
-    if copies > 1:
-        mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
     model = plain_model(matrices)
     if residency == DEDICATED:
         with meter.phase("build"):
@@ -182,7 +153,6 @@ def live(residency: str, ranks: int, matrices: int, calls: bool, copies: int) ->
             loss.backward()
         with meter.phase(f"{later}step"):
             optimizer.step()
-        meter.phases[f"{later}step"][-1].batches = optimizer.last_step.ns_batches
         with meter.phase(f"{later}zero_grad"):
             optimizer.zero_grad()
     save_and_load(meter, optimizer, model)
@@ -239,9 +209,9 @@ def medians(meter: Meter) -> dict[str, Phase]:
     return {name: sorted(times, key=lambda phase: phase.work)[len(times) // 2] for name, times in meter.phases.items()}
 
 
-def run(residency: str, ranks: int, matrices: int, calls: bool, copies: int = 1) -> dict[str, Phase]:
+def run(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Phase]:
     """:func:`live` in a process of its own."""
-    job = json.dumps([residency, ranks, matrices, calls, copies])
+    job = json.dumps([residency, ranks, matrices, calls])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__, "--job", job], env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -258,7 +228,6 @@ def _work_as_job(job: str) -> int:
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """Of the power of the size by which values grow, between the smallest and the largest size."""
-
     return log(max(values[-1], 1e-9) / max(values[0], 1e-9)) / log(sizes[-1] / sizes[0])
 
 
@@ -268,7 +237,7 @@ def measure(settings: Settings) -> Record:
         for matrices in settings.matrices:
             for ranks in settings.ranks:
                 case = {"residency": residency, "ranks": ranks, "matrices": matrices}
-                phases = run(residency, ranks, matrices, settings.counts, settings.copies)
+                phases = run(residency, ranks, matrices, settings.counts)
                 rows += [{**case, "phase": name, **asdict(phase)} for name, phase in phases.items()]
     return {"rows": rows}
 
@@ -303,13 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def fault(settings: Settings) -> str:
         if EXPERTS in settings.residency and any(count % GROUP for count in settings.ranks):
             return f"--ranks must be multiples of {GROUP} for experts"
-        if any(count % settings.copies for count in settings.ranks):
-            return "--ranks must be multiples of --copies"
         return ""
 
-    least = {"ranks": 2, "matrices": BLOCKS, "copies": 1}
-    choices = {"residency": RESIDENCIES}
-    return run_bench(Settings, __doc__, argv, measure, table, least=least, choices=choices, fault=fault)
+    return run_bench(Settings, __doc__, measure, table, argv, fault=fault)
 
 
 if __name__ == "__main__":

@@ -1,100 +1,142 @@
 """Predicted training steps and products: the error against published ones, and scaling to 1024 GPUs.
 
-python bench/simulate.py --fit
-python bench/simulate.py --products
+python bench/simulate.py --fit        # the terms of a machine fitted to published steps, and every case
+python bench/simulate.py --products   # published products beside those of the wave model
 python bench/simulate.py --table config.json ... --json bench/results/scaling-h200.json
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common.fit import fit
-from common.fit import report as fit_report
+from common.fit import fit, planned, report
+from common.harness import Record, run
+from common.options import Options, option
 from common.published import PRODUCTS
-from common.results import write_json
-from common.scaling import Grid, scaling
+from common.results import columns
 
-from dmuon.tools.simulation.hardware import HARDWARE, hardware
-from dmuon.tools.simulation.step import EFFICIENCY
+from dmuon.model.config import read_model
+from dmuon.tools.simulation.hardware import HARDWARE, Topology, hardware
+from dmuon.tools.simulation.prediction import ERROR, Way, meshes, recommend
+from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
 from dmuon.tools.simulation.wave_model import Product, product_s
 
-_FIT = Path(__file__).parent / "results" / "simulation-fit.json"
+
+@dataclass(frozen=True, slots=True)
+class Settings(Options):
+    """``efficiency`` is the part of the peak that forward and backward reach, ``tokens`` are per rank and step."""
+
+    fit: bool = False
+    products: bool = False
+    table: tuple[str, ...] = ()
+    hardware: str = option("h200", choices=sorted(HARDWARE))
+    efficiency: float = EFFICIENCY
+    tokens: int = 8192
+    sequence: int = 4096
+    recompute: bool = False
+    worlds: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def products() -> dict[str, Any]:
+def products() -> Record:
     """Published products beside those of the wave model, in microseconds, with the ratio of the predicted time."""
     rows = []
-    print(f"{'':14}{'m':>6}{'k':>7}{'cuBLAS':>9}{'model':>8}{'ratio':>7}{'halves':>9}{'model':>8}{'ratio':>7}")
     for case in PRODUCTS:
         device = hardware(case.device).device
         found = [
             (product_s(device, Product(case.m, case.k, case.m, halves=halves), 1) + device.launch_s) * 1e6
             for halves in (False, True)
         ]
-        rows.append({**asdict(case), "model_us": found})
-        told = "".join(
-            f"{published:9.1f}{model:8.1f}{model / published:7.2f}"
-            for published, model in zip((case.whole_us, case.half_us), found, strict=True)
-        )
-        name = "PyTorch H100" if "pytorch" in case.source else f"flash {case.source.split()[-1]}"
-        print(f"{name:14}{case.m:6}{case.k:7}{told}")
-    ratios = {}
-    for device in dict.fromkeys(case.device for case in PRODUCTS):
-        large = [row for row in rows if row["device"] == device and row["m"] >= 4096]
-        ratios[device] = [
-            math.exp(fmean(math.log(row["model_us"][i] / row[key]) for row in large))
-            for i, key in enumerate(("whole_us", "half_us"))
+        published = case.whole_us, case.half_us
+        ratios = [model / us for model, us in zip(found, published, strict=True)]
+        rows.append({**asdict(case), "model_us": found, "ratio_whole": ratios[0], "ratio_half": ratios[1]})
+    means = {
+        device: [
+            math.exp(fmean(math.log(row[key]) for row in rows if row["device"] == device and row["m"] >= 4096))
+            for key in ("ratio_whole", "ratio_half")
         ]
-        print(
-            f"{device}, 4096 and more, geometric mean: cuBLAS {ratios[device][0]:.2f}, halves {ratios[device][1]:.2f}"
+        for device in dict.fromkeys(case.device for case in PRODUCTS)
+    }
+    return {"products": rows, "ratios": means}
+
+
+def scaling(settings: Settings) -> Record:
+    """What is recommended for each model at each number of ranks, and its cost over the best AdamW's."""
+    rows, machine = [], HARDWARE[settings.hardware]
+    options = {"tokens": settings.tokens, "sequence": settings.sequence, "recompute": settings.recompute}
+    for path in map(Path, settings.table):
+        workload, matrices, machine = (
+            Workload.from_config(path, **options),
+            read_model(path),
+            HARDWARE[settings.hardware],
         )
-    return {"products": rows, "ratios": ratios}
+        for world in settings.worlds:
+            owners, costs = planned(matrices, machine, world)
+            topology = Topology(world, machine.gpus_per_node)
+            scenario = Scenario(workload, owners, costs, machine, topology, efficiency=settings.efficiency)
+            found = recommend(scenario, [*meshes(topology)])
+            adamw, taken = found.adamw, found.ways[0]
+            rows.append(
+                {
+                    "model": path.stem,
+                    "ranks": world,
+                    "adamw_ms": 1e3 * adamw.step_s,
+                    "adamw_fits": adamw.fits,
+                    "overhead": taken.step_s / adamw.step_s - 1,
+                    "verdict": taken.over(adamw) if taken.fits else "does not fit",
+                    "mesh": _place(taken),
+                    "residency": taken.residency,
+                    "code": "\n".join(taken.code(found.blocks)),
+                    "ways": [_told(way) for way in found.ways],
+                }
+            )
+    return {"error": ERROR, "rows": rows}
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--fit", action="store_true", help="fit the terms of a machine to published steps")
-    mode.add_argument("--products", action="store_true", help="the model of products beside published times")
-    mode.add_argument("--table", type=Path, nargs="+", metavar="MODEL.json", help="what is recommended at every size")
-    parser.add_argument("--out", type=Path, help="JSON of --fit or --products")
-    parser.add_argument("--json", type=Path, help="of --table (default: bench/results/scaling-HARDWARE.json)")
-    parser.add_argument("--hardware", choices=sorted(HARDWARE), default="h200", help="preset (default h200)")
-    parser.add_argument("--efficiency", type=float, default=EFFICIENCY, help="part of the peak that is reached")
-    parser.add_argument("--tokens", type=int, default=8192, help="per rank and step (default 8192)")
-    parser.add_argument("--sequence", type=int, default=4096, help="sequence length (default 4096)")
-    parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
-    args = parser.parse_args(argv)
-    try:
-        if args.fit:
-            result = fit()
-            print(fit_report(result), flush=True)
-            write_json(args.out or _FIT, {"date": time.strftime("%Y-%m-%d"), **result})
-        elif args.products:
-            write_json(
-                args.out or _FIT.with_name("products-published.json"), {"date": time.strftime("%Y-%m-%d"), **products()}
-            )
-        else:
-            settings = Grid(
-                args.hardware, tuple(args.worlds), args.tokens, args.sequence, args.recompute, args.efficiency
-            )
-            write_json(
-                args.json or _FIT.with_name(f"scaling-{args.hardware}.json"),
-                {"date": time.strftime("%Y-%m-%d"), **scaling(args.table, settings)},
-            )
-    except (ValueError, OSError, ImportError) as error:
-        parser.error(str(error))
-    return 0
+def _place(way: Way) -> str:
+    """The mesh, and whether weights are kept."""
+    return way.mesh + (", kept" if way.kept else "")
+
+
+def _told(way: Way) -> dict[str, Any]:
+    place = {"mesh": _place(way), "residency": way.residency}
+    return {**place, "step_ms": 1e3 * way.step_s, "gib": way.nbytes / 2**30, "fits": way.fits}
+
+
+def measure(settings: Settings) -> Record:
+    if settings.fit:
+        return fit()
+    if settings.products:
+        return products()
+    return scaling(settings)
+
+
+def table(record: Record) -> str:
+    if "cases" in record:
+        return report(record)
+    if "products" not in record:
+        rows = {f"{row['model']} {row['ranks']}": row for row in record["rows"]}
+        return columns(rows, {"adamw_ms": ".1f", "mesh": "", "residency": "", "verdict": ""}, "model, ranks")
+    rows = {}
+    for row in record["products"]:
+        name = "PyTorch H100" if "pytorch" in row["source"] else f"flash {row['source'].split()[-1]}"
+        rows[f"{name}, {row['m']} x {row['k']}"] = row
+    shown = {"whole_us": ".1f", "ratio_whole": ".2f", "half_us": ".1f", "ratio_half": ".2f"}
+    means = (
+        f"{device}, 4096 and more, geometric mean: cuBLAS {whole:.2f}, halves {half:.2f}"
+        for device, (whole, half) in record["ratios"].items()
+    )
+    return "\n".join([columns(rows, shown, "published us, and predicted over published"), "", *means])
+
+
+def fault(settings: Settings) -> str:
+    modes = settings.fit + settings.products + bool(settings.table)
+    return "" if modes == 1 else "give one of --fit, --products and --table MODEL.json ..."
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(Settings, __doc__, measure, table, fault=fault))

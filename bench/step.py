@@ -7,34 +7,38 @@ medians over rounds in ms, of the slowest rank unless said otherwise:
     ideal      with F = forward + backward of one rank without communication, N = one rank's Newton-Schulz time for all
                matrices and W ranks: F + N/W for owners, F + N where every rank computes everything, F for AdamW
     over       step over ideal
+    sent       what forward and backward of the layout take beyond F: what FSDP2 or dedication sends in them
+    rest       what the optimizer takes beyond its part of the ideal; so step = ideal + sent + rest
+    over own   step over ideal + sent
     of AdamW   step over FSDP2 + AdamW's
     step()     the optimizers alone
     exposed    step minus the same step of the same layout without optimizer (and without overlap)
     of N/W     exposed over the ideal share of Newton-Schulz
     of gather  exposed, as a part of gather-then-compute's
+    exposed CPU  the same in most processor time of a rank, its threads of gloo included
     waits      time in which step() packs, waits for and puts together what is exchanged, on the rank with the least
     error      largest relative difference of any weight from a single process after the first steps (3 by default)
 
     python bench/step.py --world 2 --rounds 15
     python bench/step.py --world 2 --rounds 15 --programs sweep     # transports, prefetching, outstanding reductions
-    python bench/step.py --world 4 --programs ablation              # what owners, Gram form, planner and batches save
+    python bench/step.py --programs ablation     # on 1, 2 and 4 ranks, what owners, Gram form, planner and batches save
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.ablation import LEVELS, PREDICTED, SEQUENTIAL, predicted, shares
 from common.harness import Record, on_ranks, run
+from common.options import option
 from common.programs import (
     ADAMW,
     COLUMNS,
     DEDICATED,
     GATHER,
-    LEAST,
     Mode,
     Program,
     Sizes,
@@ -76,7 +80,10 @@ PROGRAMS = {"modes": MODES, "sweep": SWEEP, "ablation": {level: Mode(level=level
 
 @dataclass(frozen=True, slots=True)
 class Settings(Sizes):
-    programs: str = "modes"
+    """``worlds``: of the ablation, in place of ``world``."""
+
+    programs: str = option("modes", choices=PROGRAMS)
+    worlds: tuple[int, ...] = (1, 2, 4)
 
 
 def build(name: str, initial: GPT, mesh: DeviceMesh, settings: Settings) -> Program:
@@ -96,35 +103,38 @@ def worker(rank: int, settings: Settings) -> Record:
     samples = measure_steps(programs, initial, settings, rank)
     plan = programs[0].plan
     costs = {"cost_source": without_home(plan.cost_source), "balance": plan.balance}
-    record = {**costs, **rows_of(programs, samples, error, settings.world)}
-    if ablation:
-        measured = {name: record["programs"][name]["exposed"] for name in (SEQUENTIAL, *LEVELS)}
-        record["measured"], record["predicted"] = shares(measured), shares(predicted()) if rank == 0 else {}
-    return record
+    return {**costs, **rows_of(programs, samples, error, settings.world)}
 
 
 def measure(settings: Settings) -> Record:
-    return on_ranks(worker, settings)
+    if settings.programs != "ablation":
+        return on_ranks(worker)(settings)
+    worlds = {str(world): on_ranks(worker)(replace(settings, world=world)) for world in settings.worlds}
+    saved = {
+        f"{world} ranks, {column}": shares({name: found["programs"][name][column] for name in (SEQUENTIAL, *LEVELS)})
+        for world, found in worlds.items()
+        for column in ("exposed", "exposed CPU")
+    }
+    return {"worlds": worlds, "saved": {**saved, ", ".join(map(str, PREDICTED)): shares(predicted())}}
 
 
 def table(record: Record) -> str:
     shown = {name: how for name, how in COLUMNS.items() if name != "waits"}
-    planned = f"planned max/mean load {record['balance']:.3f}"
-    text = f"{described(record)}   {planned}\n\n{columns(record['programs'], shown, 'program')}"
-    titles = {
-        "measured": "exposed, measured",
-        "predicted": "slowest rank, predicted for " + ", ".join(map(str, PREDICTED)),
-    }
-    for part, title in titles.items():
-        if part in record:
-            shown = {"ms": ".2f", "times": ".2f", "of the time": ".0%", "of the factor": ".0%"}
-            text += f"\n\n{columns(record[part], shown, title)}"
-    return text
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run(Settings, __doc__, argv, measure, table, least=LEAST, choices={"programs": PROGRAMS})
+    parts = []
+    for world, found in record.get("worlds", {str(record["settings"]["world"]): record}).items():
+        text = described({**record, **found, "settings": {**record["settings"], "world": world}})
+        parts.append(f"{text}   planned max/mean load {found['balance']:.3f}")
+        parts.append(columns(found["programs"], shown, "program"))
+    shown = {"ms": ".2f", "times": ".2f", "of the time": ".0%", "of the factor": ".0%", "published": ""}
+    parts += [columns(rows, shown, title) for title, rows in record.get("saved", {}).items()]
+    if "worlds" in record:
+        times = {"published": {world: float(world) for world in record["worlds"]}}
+        for level, how in itertools.product((LEVELS[0], LEVELS[-1]), ("exposed CPU", "exposed")):
+            found = {world: record["saved"][f"{world} ranks, {how}"][level]["times"] for world in record["worlds"]}
+            times[f"{level}, {how}"] = found
+        parts.append(columns(times, dict.fromkeys(record["worlds"], ".2f"), "times the baseline, by ranks"))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(Settings, __doc__, measure, table))

@@ -1,21 +1,18 @@
 """Draws one measured step: what each rank computes and what is sent meanwhile, from ``torch.profiler``.
 
 python bench/timeline.py --out docs/step.png
-python bench/timeline.py --residency dedicated --out docs/step-dedicated.png
+python bench/timeline.py --residency dedicated --out FILE
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from common.figures import new_figure, save_png
-from common.options import RankOptions, parse
+from common.options import RankOptions, option, parse
 from common.ranks import run_ranks, share
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -26,43 +23,34 @@ import dmuon
 
 Span = tuple[str, float, float]  # name, start and end in milliseconds
 
-COLOURS = {
-    "forward": "#4c78a8",
-    "backward": "#72b7b2",
-    "momentum": "#f2cf5b",
-    "ns": "#e45756",
-    "apply": "#f58518",
-    "adamw": "#b279a2",
-    "all_to_all": "#54a24b",
-    "broadcast": "#54a24b",
-    "reduce": "#9d755d",
-    "rest": "#bab0ac",
+COMPUTED = {  # by the name of a range, its colour, and what the legend says
+    "forward": ("#4c78a8", "forward"),
+    "backward": ("#72b7b2", "backward"),
+    "dmuon::momentum": ("#f2cf5b", "momentum"),
+    "dmuon::ns": ("#e45756", "Newton–Schulz (own matrices)"),
+    "dmuon::apply": ("#f58518", "update of the weights"),
+    "dmuon::adamw": ("#b279a2", "AdamW"),
 }
-
-
-NAMES = {
-    "ns": "Newton–Schulz (own matrices)",
-    "apply": "update of the weights",
-    "adamw": "AdamW",
-    "all_to_all": "matrices (to owners, and back)",
-    "broadcast": "weights (owners publish)",
-    "reduce": "gradients (to owners)",
-    "rest": "FSDP2",
+SENT = {
+    "gloo:all_to_all": ("#54a24b", "matrices (to owners, and back)"),
+    "gloo:broadcast": ("#54a24b", "weights (owners publish)"),
+    "gloo:reduce": ("#9d755d", "gradients (to owners)"),
+    "gloo:": ("#bab0ac", "FSDP2"),
 }
+LANES = {"compute": COMPUTED, "communication": SENT}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings(RankOptions):
     out: str = "docs/step.png"
-    residency: str = "exchanged"
-    width: int = 256
+    residency: str = option("exchanged", choices=("exchanged", "dedicated"))
 
 
 def record(rank: int, settings: Settings) -> list[list[Span]]:
     """The spans of every rank."""
     mesh = init_device_mesh("cpu", (settings.world,))
     torch.manual_seed(0)
-    model = GPT(GPTConfig(layers=4, width=settings.width, heads=4, context=128))
+    model = GPT(GPTConfig(layers=4, width=256, heads=4, context=128))
     if settings.residency == "dedicated":
         dmuon.dedicate_params(model, mesh)
     sharded(dmuon.fully_shard, model, mesh=mesh)
@@ -76,89 +64,53 @@ def record(rank: int, settings: Settings) -> list[list[Span]]:
         with record_function("backward"):
             loss.backward()
 
-    def step() -> None:
+    for _ in range(3):
         forward_backward()
         optimizer.step()
         optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    dist.barrier()
     with profile(activities=[ProfilerActivity.CPU]) as trace:
-        step()
+        forward_backward()
+        optimizer.step()
+        optimizer.zero_grad()
         forward_backward()  # shows the next forward using what was published
-    dist.barrier()
-    spans = [
-        (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
-        for event in trace.events()
-        if event.name.startswith(("dmuon::", "gloo:")) or event.name in ("forward", "backward")
-    ]
-    return share(spans)
+    return share([(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in trace.events()])
 
 
-def lane(name: str) -> tuple[str, str] | None:
-    """Lane and kind of a profiled range."""
-    if name in ("forward", "backward"):
-        return "compute", name
-    if name.startswith("gloo:"):
-        kind = name.removeprefix("gloo:")
-        return "communication", kind if kind in COLOURS else "rest"
-    kind = name.removeprefix("dmuon::").split()[0]
-    return ("compute", kind) if kind in COLOURS else None
+def kind_of(name: str, kinds: dict[str, tuple[str, str]]) -> str | None:
+    return next((kind for kind in kinds if name.startswith(kind)), None)
 
 
 def draw(everyone: list[list[Span]], out: Path) -> None:
-    figure = new_figure(12, 1.2 + 1.3 * len(everyone), layout="tight")
+    figure = new_figure(12, 1.2 + 1.3 * len(everyone))
     axes = figure.subplots()
-    labels = []
-    drawn = set()
+    legend, rows, inside = {}, {}, []
     for rank, spans in enumerate(everyone):
-        start = min(begin for _, begin, _ in spans)
-        for index, wanted in enumerate(("compute", "communication")):
-            row = 2.4 * rank + index
-            labels.append((row, f"rank {rank} {wanted}"))
-            for name, begin, end in sorted(spans, key=lambda span: span[1] - span[2]):
-                found = lane(name)
-                if found is None or found[0] != wanted:
-                    continue
-                drawn.add(found[1])
-                low = 0.4 if found[1] in ("broadcast", "rest") and wanted == "communication" else 0.0
-                height = 0.4 if wanted == "communication" else 0.8
-                axes.broken_barh(
-                    [(begin - start, max(end - begin, 0.05))],
-                    (row - 0.4 + low, height),
-                    facecolors=COLOURS[found[1]],
-                    edgecolor="white",
-                    linewidth=0.3,
-                )
-    axes.set_yticks([row for row, _ in labels], [text for _, text in labels])
+        start = min(begin for name, begin, _ in spans if kind_of(name, COMPUTED))
+        for index, (lane, kinds) in enumerate(LANES.items()):
+            rows[f"rank {rank} {lane}"] = row = 2.4 * rank + index - 0.4
+            for kind, (colour, said) in kinds.items():
+                bars = [(b - start, max(e - b, 0.05)) for name, b, e in spans if kind_of(name, kinds) == kind]
+                height = 0.8 if lane == "compute" else 0.4
+                low = 0.4 if kind in ("gloo:broadcast", "gloo:") else 0.0  # beside what is sent at once
+                drawn = axes.broken_barh(bars, (row + low, height), facecolors=colour, edgecolor="white", linewidth=0.3)
+                if bars:
+                    legend.setdefault(said, drawn)
+                if kind in ("dmuon::ns", "dmuon::adamw"):
+                    inside += [time for begin, length in bars for time in (begin, begin + length)]
+    axes.set_yticks([row + 0.4 for row in rows.values()], list(rows))
     axes.invert_yaxis()
     # The whole step() and as much around it as shows what comes before and after.
-    inside = [
-        (begin - min(b for _, b, _ in spans), end - min(b for _, b, _ in spans))
-        for spans in everyone
-        for name, begin, end in spans
-        if lane(name) in (("compute", "ns"), ("compute", "adamw"))
-    ]
-    first, last = min(begin for begin, _ in inside), max(end for _, end in inside)
+    first, last = min(inside), max(inside)
     axes.set_xlim(first - 0.4 * (last - first), last + 0.4 * (last - first))
     axes.set_xlabel("ms")
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=colour, label=NAMES.get(kind, kind)) for kind, colour in COLOURS.items() if kind in drawn]
-    axes.legend(handles=handles, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=9)
+    axes.legend(
+        legend.values(), legend, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=9
+    )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    out.parent.mkdir(parents=True, exist_ok=True)
     save_png(figure, out)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    _, settings = parse(Settings, __doc__, argv, choices={"residency": ("exchanged", "dedicated")})
-    spans = run_ranks(settings.world, record, settings)
-    draw(spans, Path(settings.out).resolve())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    _, settings = parse(Settings, __doc__)
+    draw(run_ranks(settings.world, record, settings), Path(settings.out).resolve())

@@ -25,7 +25,7 @@ Columns; times are medians over rounds in ms, of the slowest rank:
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ import torch
 from common.clock import collect, in_turn, medians
 from common.harness import Record, on_ranks, run
 from common.ledger import Ledger
-from common.options import TurnOptions
+from common.options import TurnOptions, option
 from common.ranks import over_ranks, timed
 from common.results import columns
 from torch import Tensor, nn
@@ -63,12 +63,12 @@ Shape = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Settings(TurnOptions):
     world: int = 4
-    case: str = "all"
+    case: str = option("all", choices=("all", *CASES))
     count: int = 32
     side: int = 96
     rows: int = 768
     cols: int = 3072
-    warmup: int = 2
+    warmup: int = option(2, least=0)
 
 
 def shapes_of(case: str, settings: Settings) -> list[Shape]:
@@ -84,7 +84,7 @@ class Program:
     """Weights of zeros, sharded by rows, with gradients that stay, and their optimizer."""
 
     def __init__(self, way: str, shapes: Sequence[Shape], mesh: DeviceMesh, costs: str | None) -> None:
-        self.way, self.cpu_ms, self.wall_ms = way, 0.0, 0.0
+        self.way = way
         self.params = [nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])) for shape in shapes]
         config = dmuon.create_dtensor_config(costs=costs)
         kinds = ["small" if shape == shapes[0] else "large" for shape in shapes]
@@ -92,11 +92,6 @@ class Program:
         self.muon = dmuon.Muon(named, lr=LR, weight_decay=0.0, distributed_config=config, strategy=WAYS[way])
         for i, param in enumerate(self.params):
             param.grad = distribute_tensor(noise(i, tuple(param.shape)), mesh, [Shard(0)])
-
-    def step(self) -> None:
-        start = time.process_time()
-        self.muon.step()
-        self.cpu_ms = 1e3 * (time.process_time() - start)
 
     def error(self) -> float:
         """Of the first step. Collective."""
@@ -125,10 +120,10 @@ def rows_of(shapes: Sequence[Shape], mesh: DeviceMesh, settings: Settings) -> di
     programs = {way: Program(way, shapes, mesh, settings.costs) for way in WAYS}
     rows: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for way, program in programs.items():
-        program.step()
+        program.muon.step()
         rows[way]["error"] = program.error()
         with Ledger() as ledger:
-            program.step()
+            program.muon.step()
         (received,) = over_ranks([sum(ledger.received.values()) / MB])
         estimate, part = seed_estimate(program, settings.world)
         rows[way] |= {"MB in": received, "seed MB": estimate, "seed NS": part}
@@ -136,8 +131,7 @@ def rows_of(shapes: Sequence[Shape], mesh: DeviceMesh, settings: Settings) -> di
     def sample(index: int) -> Mapping[tuple[str, str], float]:
         took = {}
         for program in in_turn(list(programs.values()), index):
-            took[program.way, "step()"] = 1e3 * timed(program.step)
-            (took[program.way, "CPU"],) = over_ranks([program.cpu_ms])
+            took[program.way, "step()"], took[program.way, "CPU"] = timed(program.muon.step)
         pairs = {(way, "pair"): took[way, "step()"] / took["owner", "step()"] for way in programs}
         return took | pairs
 
@@ -153,10 +147,6 @@ def worker(rank: int, settings: Settings) -> Record:
     return {"cases": {case: rows_of(shapes[case], mesh, settings) for case in cases}, "shapes": shapes}
 
 
-def measure(settings: Settings) -> Record:
-    return on_ranks(worker, settings)
-
-
 def table(record: Record) -> str:
     parts = []
     for case, rows in record["cases"].items():
@@ -169,10 +159,5 @@ def table(record: Record) -> str:
     return "\n\n".join(parts)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    least = {"world": 1, "count": 1, "side": 1, "rows": 1, "cols": 1, "rounds": 1}
-    return run(Settings, __doc__, argv, measure, table, least=least, choices={"case": ("all", *CASES)})
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(run(Settings, __doc__, on_ranks(worker), table))

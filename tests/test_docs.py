@@ -8,8 +8,9 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -106,26 +107,40 @@ def test_two_nodes_train(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def faults(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    """By rank, what came of each fragment."""
-    folder = str(tmp_path_factory.mktemp("fragments"))
-    runnable = {block.name: block.text for block in FRAGMENTS if missing(block) is None}
-    return ranks(2, run_fragments, PROGRAMS[0].text, runnable, folder, timeout=300)
+def faults(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], list[dict[str, str | None]]]:
+    """By rank, what came of each fragment that needs a package, or of each that needs none."""
+
+    @cache
+    def of_kind(needs: bool) -> list[dict[str, str | None]]:
+        kind = [block for block in FRAGMENTS if (needed(block) is not None) == needs]
+        runnable = {block.name: block.text for block in kind if not is_missing(needed(block))}
+        folder = str(tmp_path_factory.mktemp("fragments"))
+        return ranks(2, run_fragments, PROGRAMS[0].text, runnable, folder, timeout=300)
+
+    return of_kind
 
 
-def missing(block: Block) -> str | None:
-    """The package that a fragment names in a first line ``# needs NAME``, if it is not installed."""
-    needed = re.match(r"# needs (\w+)", block.text)
-    return needed[1] if needed is not None and importlib.util.find_spec(needed[1]) is None else None
+def needed(block: Block) -> str | None:
+    """The package that a fragment names in a first line ``# needs NAME``."""
+    found = re.match(r"# needs (\w+)", block.text)
+    return None if found is None else found[1]
 
 
-@pytest.mark.parametrize("block", FRAGMENTS, ids=lambda block: block.name)
-def test_fragments_run(block: Block, faults: list[dict[str, str | None]]) -> None:
-    package = missing(block)
-    if package is not None:
+def is_missing(package: str | None) -> bool:
+    return package is not None and importlib.util.find_spec(package) is None
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(block, marks=[pytest.mark.slow] if needed(block) else []) for block in FRAGMENTS],
+    ids=lambda block: block.name,
+)
+def test_fragments_run(block: Block, faults: Callable[[bool], list[dict[str, str | None]]]) -> None:
+    package = needed(block)
+    if is_missing(package):
         assert block.page.name not in ("README.md", "guide.md")
         pytest.skip(f"{package} is not installed")
-    for rank, outcomes in enumerate(faults):
+    for rank, outcomes in enumerate(faults(package is not None)):
         assert block.name in outcomes, f"rank {rank} did not come to it: {list(outcomes.values())[-1]}"
         assert outcomes[block.name] is None, f"rank {rank}: {outcomes[block.name]}"
 
@@ -159,7 +174,7 @@ def test_commands_exist() -> None:
             if not (ROOT / script).is_file():
                 wrong.append((place, f"{command}: {script} is no file"))
             else:
-                shared = (ROOT / "bench" / "common").glob("*.py") if script.startswith("bench/") else ()
+                shared = (ROOT / "bench").glob("*/*.py") if script.startswith("bench/") else ()
                 files = [ROOT / script, *shared]
                 source = "".join(file.read_text() for file in files)
                 wrong += [(place, f"{script} has no {o}") for o in options if not takes(source, o)]
@@ -168,7 +183,8 @@ def test_commands_exist() -> None:
 
 def takes(source: str, option: str) -> bool:
     """Whether a program defines an option: in words, or as a field of its settings."""
-    return f'"{option}"' in source or re.search(rf"^    {option[2:]}: ", source, re.MULTILINE) is not None
+    field = option[2:].replace("-", "_")
+    return f'"{option}"' in source or re.search(rf"^    {field}: ", source, re.MULTILINE) is not None
 
 
 def programs(words: list[str]) -> Iterator[tuple[str, list[str]]]:

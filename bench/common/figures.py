@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dmuon.platform.files import write_bytes
 
 
-def new_figure(width: float, height: float, *, layout: Literal["constrained", "tight"] = "constrained") -> Any:
+def new_figure(width: float, height: float) -> Any:
     """An empty ``matplotlib.figure.Figure`` of so many inches, which knows no window and no other figure.
-
-    Args:
-        layout: who keeps labels apart, as ``Figure`` takes it.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -22,15 +19,11 @@ def new_figure(width: float, height: float, *, layout: Literal["constrained", "t
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("drawing needs matplotlib; install it with pip install 'dmuon[bench]'") from None
-    return Figure(figsize=(width, height), layout=layout)
+    return Figure(figsize=(width, height), layout="tight")
 
 
 def save_png(figure: Any, path: Path) -> None:
-    """Replace the file at ``path`` by the picture, in one step.
-
-    Raises:
-        OSError: the folder cannot be written; what was there is left as it is.
-    """
+    """Replace the file at ``path`` by the picture, in one step."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110)
     write_bytes(path, image.getvalue())

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from common.published import CASES, HOMES, Case
-from dmuon.model.config import read_model
-from dmuon.solver import Matrix, Rank, SolveOptions, plan
-from dmuon.tools.simulation.hardware import Topology, hardware
+from common.published import CASES, HOMES, Case, config_path
+from common.results import columns
+from dmuon.model.config import MatrixShape, read_model
+from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
+from dmuon.tools.simulation.hardware import Hardware, Topology, hardware
 from dmuon.tools.simulation.step import Scenario, Workload, step_s
 from dmuon.tools.simulation.wave_model import wave_costs
 
@@ -23,28 +21,12 @@ _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 _HALF = 0.5  # of the peak, which AdamW's step should be near to
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A case as predicted.
-
-    Attributes:
-        error: predicted less published.
-        left_out: the error with terms that were fitted to all the others.
-        over_ms: published step of ``over``; 0 where no time is.
-    """
-
-    name: str
-    program: str
-    over: str
-    published: float
-    predicted: float
-    error: float
-    left_out: float
-    fitted: bool
-    source: str
-    tokens: int = 0
-    efficiency: float = 0.0
-    over_ms: float = 0.0
+def planned(matrices: Sequence[MatrixShape], machine: Hardware, world: int) -> tuple[Plan, CostTable]:
+    """Owners by the greedy plan, which even thousands of ranks have at once, and modelled costs."""
+    named = [Matrix(m.name, m.rows, m.cols, m.block) for m in matrices]
+    costs = wave_costs(machine.device, Counter(m.shape for m in named))
+    ranks = [Rank(i, i // machine.gpus_per_node) for i in range(world)]
+    return plan(named, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0)), costs
 
 
 # -- published steps ------------------------------------------------------------------------------------------------
@@ -52,33 +34,26 @@ class Outcome:
 
 def scenario_of(case: Case) -> tuple[Scenario, float]:
     """The case with as many tokens as its source says or implies, and its published seconds of ``over``."""
-    machine = case.machine
-    topology = Topology(gpus_per_node=min(machine.gpus_per_node, case.grid["world"]), **case.grid)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(case.config))
-        shapes = read_model(path)
-        model = Workload.from_config(path, tokens=case.sequence, sequence=case.sequence)
-        stage = last_stage(model, case.pp)
-        peak = machine.device.peak_flops
-        if case.tokens:
-            sequences = case.tokens // case.sequence
-        elif case.muon_share is not None:
-            newton = sum(5 * (4 * m.rows * m.cols + 2 * min(m.rows, m.cols) ** 2) * min(m.rows, m.cols) for m in shapes)
-            per_gpu = newton / (topology.world * case.pp) / case.muon_share
-            sequences = max(1, round(per_gpu / (model.flops / case.pp)))
-        elif case.over_s is not None:
-            reached = stage.flops / (case.over_s * peak)  # by one sequence
-            sequences = max(1, round(_HALF / reached))
-        else:
-            sequences = 2
-        more = Workload.from_config(path, tokens=case.sequence * sequences, sequence=case.sequence)
+    machine, world = case.machine, case.grid["world"]
+    topology = Topology(gpus_per_node=min(machine.gpus_per_node, world), **case.grid)
+    shapes = read_model(case.path)
+    model = Workload.from_config(case.path, tokens=case.sequence, sequence=case.sequence)
+    stage = last_stage(model, case.pp)
+    if case.tokens:
+        sequences = case.tokens // case.sequence
+    elif case.muon_share is not None:
+        newton = sum(5 * (4 * m.rows * m.cols + 2 * min(m.rows, m.cols) ** 2) * min(m.rows, m.cols) for m in shapes)
+        per_gpu = newton / (world * case.pp) / case.muon_share
+        sequences = max(1, round(per_gpu / (model.flops / case.pp)))
+    elif case.over_s is not None:
+        reached = stage.flops / (case.over_s * machine.device.peak_flops)  # by one sequence
+        sequences = max(1, round(_HALF / reached))
+    else:
+        sequences = 2
+    more = Workload.from_config(case.path, tokens=case.sequence * sequences, sequence=case.sequence)
     stage = last_stage(more, case.pp)
     blocks = {block.name for block in stage.blocks}
-    matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in shapes if m.block in blocks]
-    costs = wave_costs(machine.device, Counter(m.shape for m in matrices))
-    ranks = [Rank(i, i // topology.gpus_per_node) for i in range(topology.world)]
-    owners = plan(matrices, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0))
+    owners, costs = planned([m for m in shapes if m.block in blocks], machine, world)
     base = Scenario(stage, owners, costs, machine, topology, kept=case.once)
     if case.over_flops is not None:
         return base, sequences * model.flops / case.pp / case.over_flops
@@ -105,18 +80,17 @@ def overhead(case: Case, base: Scenario, over_s: float) -> tuple[float, float]:
     return step_s(case.program, found) / step_s(case.over, found) - 1, efficiency
 
 
-def fit_published() -> tuple[float, float, list[Outcome]]:
-    """The contention of least squares, the error of what was left out, and every case."""
-    found: list[list[tuple[float, float]]] = []
-    bases = []
-    for case in CASES:
-        base, over_s = scenario_of(case)
-        bases.append(base)
-        found.append([overhead(case, replace(base, contention=term), over_s) for term in _CONTENTION])
-        print(
-            f"{case.name}: {base.workload.tokens:,} tokens, {found[-1][0][0]:+.1%} … {found[-1][-1][0]:+.1%}",
-            flush=True,
-        )
+def fit() -> dict[str, Any]:
+    """The contention of least squares, every case as predicted by it, and the error of the cases that were fitted.
+
+    ``left_out`` of a case is its error with the term that was fitted to all others, of which ``error`` is the root mean
+    square; ``over_ms`` is the published step of ``over``, or 0.
+    """
+    bases = [scenario_of(case) for case in CASES]
+    found = [
+        [overhead(case, replace(base, contention=term), over_s) for term in _CONTENTION]
+        for case, (base, over_s) in zip(CASES, bases, strict=True)
+    ]
     errors = np.array([[p - case.published for p, _ in row] for case, row in zip(CASES, found, strict=True)])
     fitted = np.array([case.fitted for case in CASES])
 
@@ -124,20 +98,18 @@ def fit_published() -> tuple[float, float, list[Outcome]]:
         return int(np.argmin((errors[rows] ** 2).sum(axis=0)))
 
     chosen = best(fitted)
-    outcomes = []
+    cases = []
     for i, case in enumerate(CASES):
         others = fitted.copy()
         others[i] = False
         predicted, efficiency = found[i][chosen]
-        outcomes.append(
-            Outcome(
-                case.name, case.program, case.over, case.published, predicted, predicted - case.published,
-                float(errors[i, best(others)]), case.fitted, case.source, bases[i].workload.tokens, efficiency,
-                1e3 * (case.over_s or 0.0),
-            )
-        )  # fmt: skip
-    left_out = [o.left_out for o in outcomes if o.fitted]
-    return _CONTENTION[chosen], float(np.sqrt(np.mean(np.square(left_out)))), outcomes
+        row = {name: getattr(case, name) for name in ("name", "program", "over", "published", "fitted", "source")}
+        row |= {"predicted": predicted, "error": predicted - case.published, "efficiency": efficiency}
+        row["ratio"] = (1 + predicted) / (1 + case.published)
+        row["left_out"] = float(errors[i, best(others)])
+        cases.append(row | {"tokens": bases[i][0].workload.tokens, "over_ms": 1e3 * (case.over_s or 0.0)})
+    error = float(np.sqrt(np.mean([case["left_out"] ** 2 for case in cases if case["fitted"]])))
+    return {"terms": {"contention": _CONTENTION[chosen]}, "error": error, "cases": cases, "homes": homes()}
 
 
 def homes() -> list[dict[str, Any]]:
@@ -147,13 +119,10 @@ def homes() -> list[dict[str, Any]]:
     computes all dense ones and, by expert parallelism, an eighth of the experts.
     """
     rows = []
-    for name, config, published, source in HOMES:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "config.json"
-            path.write_text(json.dumps(config))
-            counts = Counter(
-                ((".experts." in m.name), (min(m.rows, m.cols), max(m.rows, m.cols))) for m in read_model(path)
-            )
+    for name, model, published, source in HOMES:
+        counts = Counter(
+            (".experts." in m.name, (min(m.rows, m.cols), max(m.rows, m.cols))) for m in read_model(config_path(model))
+        )
         costs = wave_costs(hardware("gb300").device, {shape: 64 for _, shape in counts})
         ms = {
             way: sum(1e-6 * costs.cost(shape, -(-n // shares[expert])) for (expert, shape), n in counts.items())
@@ -164,37 +133,14 @@ def homes() -> list[dict[str, Any]]:
     return rows
 
 
-# -- all ------------------------------------------------------------------------------------------------------------
-
-
-def fit() -> dict[str, Any]:
-    """Terms, error, and every case."""
-    contention, error, published = fit_published()
-    cases = [asdict(outcome) for outcome in published]
-    return {"terms": {"contention": contention}, "error": error, "cases": cases, "homes": homes()}
-
-
-def report(result: dict[str, Any]) -> str:
+def report(record: Mapping[str, Any]) -> str:
     """The fit as text for people."""
-    lines = [
-        f"{'case':<40}{'program':<16}{'over':<8}{'measured':>9}{'predicted':>10}{'ratio':>7}{'error':>8}{'left out':>9}"
-    ]
-    for case in result["cases"]:
-        ratio = (1 + case["predicted"]) / (1 + case["published"])
-        lines.append(
-            f"{case['name']:<40}{case['program']:<16}{case['over']:<8}{case['published']:>+9.1%}"
-            f"{case['predicted']:>+10.1%}{ratio:>7.2f}{case['error']:>+8.1%}{case['left_out']:>+9.1%}"
-        )
-    lines.append("ratio: the predicted step over the measured one, where that of AdamW is as measured")
-    lines += [
-        f"{row['name']}, 32 GB300: optimizer step duplicated over owners {row['published']:.2f}, predicted "
-        f"{row['predicted']:.2f} ({row['duplicated_ms']:.0f} over {row['owners_ms']:.0f} ms)"
-        for row in result["homes"]
-    ]
-    terms = ", ".join(f"{name}={value:.3g}" for name, value in result["terms"].items())
-    lines += [
-        "",
-        f"terms: {terms}",
-        f"error of a published case that was left out, root mean square: {result['error']:.4f}",
-    ]
-    return "\n".join(lines)
+    shown = {"program": "", "over": "", "published": "+.1%", "predicted": "+.1%", "ratio": ".2f", "error": "+.1%"}
+    cases = columns({case["name"]: case for case in record["cases"]}, {**shown, "left_out": "+.1%"}, "case")
+    times = {"published": ".2f", "predicted": ".2f", "duplicated_ms": ".0f", "owners_ms": ".0f"}
+    homes = columns({row["name"]: row for row in record["homes"]}, times, "32 GB300: duplicated over owners")
+    return (
+        f"{cases}\n\nratio: the predicted step over the measured one, where that of AdamW is as measured\n"
+        f"contention {record['terms']['contention']:.3g}; error of a published case that was left out, root mean "
+        f"square: {record['error']:.4f}\n\n{homes}"
+    )

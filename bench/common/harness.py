@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.options import Options, RankOptions, parse
 from common.ranks import run_ranks
-from common.results import origin, told, write_json
+from common.results import head, told, write_json
 
 S = TypeVar("S", bound=Options)
 R = TypeVar("R", bound=RankOptions)
@@ -23,12 +23,10 @@ Record = dict[str, Any]
 def run(
     kind: type[S],
     text: str | None,
-    argv: Sequence[str] | None,
     measure: Callable[[S], Record],
     table: Callable[[Record], str],
+    argv: Sequence[str] | None = None,
     *,
-    least: Mapping[str, int] | None = None,
-    choices: Mapping[str, Collection[str]] | None = None,
     fault: Callable[[S], str] | None = None,
 ) -> int:
     """Measure and print, or print what was measured before.
@@ -36,10 +34,10 @@ def run(
     Args:
         measure: what it returns is the record's, beside command, machine, versions, commit, date, seconds and settings.
         table: the record as text.
-        fault: what is wrong with the settings, if it is not for ``least`` and ``choices`` to say.
+        fault: what is wrong with the settings, if its fields do not say it themselves.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser, settings = parse(kind, text, argv, least=least, choices=choices)
+    parser, settings = parse(kind, text, argv)
     if settings.read is not None:
         record = json.loads(Path(settings.read).read_text())
     else:
@@ -48,8 +46,7 @@ def run(
         begun = time.perf_counter()
         found = measure(settings)
         chosen = {name: value for name, value in asdict(settings).items() if name not in ("json", "read")}
-        program = Path(measure.__code__.co_filename).name
-        about = {"command": _command(program, argv), **origin(), "seconds": round(time.perf_counter() - begun, 1)}
+        about = {**head(Path(inspect.getfile(kind)).name, argv), "seconds": round(time.perf_counter() - begun, 1)}
         record = json.loads(json.dumps({**about, "settings": chosen, **found}))  # as it will be read
         if settings.json is not None:
             write_json(settings.json, record)
@@ -57,16 +54,11 @@ def run(
     return 0
 
 
-def _command(program: str, argv: Sequence[str]) -> str:
-    """Without where the record goes."""
-    words = list(argv)
-    if "--json" in words:
-        at = words.index("--json")
-        del words[at : at + 2]
-    return shlex.join(["python", f"bench/{program}", *(word for word in words if not word.startswith("--json="))])
+def on_ranks(worker: Callable[[int, R], Record | None]) -> Callable[[R], Record]:
+    """A measurement: what ``worker(rank, settings)`` returns on rank 0 of ``settings.world`` ranks."""
 
+    def measure(settings: R) -> Record:
+        found: Record = run_ranks(settings.world, worker, settings)
+        return found
 
-def on_ranks(worker: Callable[[int, R], Record | None], settings: R) -> Record:
-    """What ``worker(rank, settings)`` returns on rank 0 of ``settings.world`` ranks."""
-    found: Record = run_ranks(settings.world, worker, settings)
-    return found
+    return measure

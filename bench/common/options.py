@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 S = TypeVar("S")
@@ -30,6 +30,11 @@ class RankOptions(Options):
     world: int = 2
 
 
+def option(default: Any, *, least: int | None = None, choices: Collection[str] | None = None) -> Any:
+    """A field of settings, and what it, or each of its values, may be. Whole numbers are at least 1 otherwise."""
+    return field(default=default, metadata={"least": least, "choices": choices})
+
+
 @dataclass(frozen=True, slots=True)
 class TurnOptions(RankOptions):
     """What benches take whose programs take turns.
@@ -39,53 +44,50 @@ class TurnOptions(RankOptions):
     """
 
     rounds: int = 15
-    warmup: int = 3
+    warmup: int = option(3, least=0)
     costs: str | None = None
 
 
-def parse(
-    kind: type[S],
-    text: str | None,
-    argv: Sequence[str] | None,
-    *,
-    least: Mapping[str, int] | None = None,
-    choices: Mapping[str, Collection[str]] | None = None,
-) -> tuple[argparse.ArgumentParser, S]:
+def parse(kind: type[S], text: str | None, argv: Sequence[str] | None = None) -> tuple[argparse.ArgumentParser, S]:
     """Settings from ``argv``, an option per field; a wrong value ends the program with status 2 and its name.
 
     Args:
-        kind: a dataclass with a default for each field. None stands for a string, a tuple for values with commas
-            between them, False for an option without a value.
+        kind: a dataclass with a default for each field. None stands for a string or, as its annotation says, a whole
+            number; a tuple for values with commas or blanks between them; False for an option without a value.
         text: the program's docstring.
-        least: the smallest value of a field, or of each of a tuple.
-        choices: the values of a field, or of each of a tuple.
     """
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     for one in fields(kind):  # type: ignore[arg-type]
-        option, default = "--" + one.name.replace("_", "-"), one.default
+        name, default = "--" + one.name.replace("_", "-"), one.default
         if default is False:
-            parser.add_argument(option, action="store_true")
+            parser.add_argument(name, action="store_true")
         elif isinstance(default, tuple):
-            shown = ",".join(map(str, default))
-            parser.add_argument(option, type=_several(type(default[0])), default=default, help=f"default {shown}")
+            shown, of = ",".join(map(str, default)), _several(type(default[0]) if default else str)
+            parser.add_argument(name, type=of, nargs="+", action=_Joined, default=default, help=f"default {shown}")
         else:
-            of: Any = str if default is None else type(default)
-            parser.add_argument(option, type=of, default=default, help=f"default {default}")
+            kind_of: Any = type(default) if default is not None else int if one.type == "int | None" else str
+            parser.add_argument(name, type=kind_of, default=default, help=f"default {default}")
     settings = kind(**vars(parser.parse_args(argv)))
-    for name, names in (choices or {}).items():
-        if not set(_each(settings, name)) <= set(names):
-            parser.error(f"--{name.replace('_', '-')} must be one of {', '.join(names)}")
-    for name, value in (least or {}).items():
-        if min(_each(settings, name)) < value:
-            parser.error(f"--{name.replace('_', '-')} must be at least {value}")
+    for one in fields(kind):  # type: ignore[arg-type]
+        name, values = "--" + one.name.replace("_", "-"), _each(getattr(settings, one.name))
+        numbers = [value for value in values if type(value) is int]
+        least, choices = one.metadata.get("least"), one.metadata.get("choices")
+        if numbers and min(numbers) < (1 if least is None else least):
+            parser.error(f"{name} must be at least {1 if least is None else least}")
+        if choices is not None and not set(values) <= set(choices):
+            parser.error(f"{name} must be one of {', '.join(choices)}")
     return parser, settings
 
 
-def _each(settings: object, name: str) -> tuple[Any, ...]:
-    value = getattr(settings, name)
+def _each(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+class _Joined(argparse.Action):
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, tuple(one for several in values for one in several))
 
 
 def _several(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

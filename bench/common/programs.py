@@ -22,7 +22,7 @@ from training.trainer import adamw, sharded
 import dmuon
 from common.ablation import OWNERS, SEQUENTIAL, TEXTBOOK, TUNED, ablated
 from common.clock import collect, in_turn, medians
-from common.options import TurnOptions
+from common.options import TurnOptions, option
 from common.ranks import over_ranks, timed
 from dmuon.dedicated.dedication import dedications
 from dmuon.model.routing import route_parameters
@@ -42,16 +42,7 @@ class Sizes(TurnOptions):
     context: int = 256
     batch: int = 4
     check: int = 3
-    seed: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Per rank and step."""
-        return self.batch * self.context
-
-
-# Of each field that counts something, its smallest value.
-LEAST = dict.fromkeys(("world", "layers", "width", "heads", "context", "batch", "rounds"), 1)
+    seed: int = option(0, least=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,30 +179,28 @@ def largest_difference(weights: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 def errors(programs: list[Program], initial: GPT, sizes: Sizes, rank: int) -> dict[str, float]:
     """By program, the largest difference of any weight from a single process after ``sizes.check`` steps."""
-    twins = {}
-    for kind in ("muon", "adamw"):
-        twin = copy.deepcopy(initial)
-        optimizer: Any = (
-            dmuon.Muon(twin, lr=LR, distributed_config=APART) if kind == "muon" else adamw(twin.parameters(), LR)
-        )
-        single = Program(kind, twin, [optimizer], kind)
-        for step in range(sizes.check):
+    by_muon, by_adamw = copy.deepcopy(initial), copy.deepcopy(initial)
+    single = Program("muon", by_muon, [dmuon.Muon(by_muon, lr=LR, distributed_config=APART)], "muon")
+    singles = single, Program("adamw", by_adamw, [adamw(by_adamw.parameters(), LR)], "adamw")
+    for step in range(sizes.check):
+        for single in singles:
             single.step(*data(sizes, step, None))
-        twins[kind] = {n: p.detach() for n, p in twin.state_dict().items()}
-    by_program = {}
-    for program in programs:
-        for step in range(sizes.check):
+        for program in programs:
             program.step(*data(sizes, step, rank, program.shared))
-        by_program[program.name] = largest_difference(
-            whole_weights(program.model), twins["adamw" if program.kind == "adamw" else "muon"]
+    expected = {single.kind: single.model.state_dict() for single in singles}
+    return {
+        program.name: largest_difference(
+            whole_weights(program.model), expected["adamw" if program.kind == "adamw" else "muon"]
         )
-    return by_program
+        for program in programs
+    }
 
 
 # -- what a step costs ------------------------------------------------------------------------------------------------
 
-COLUMNS = {"step": ".1f", "ideal": ".1f", "over": ".2f", "of AdamW": ".2f", "step()": ".1f", "exposed": ".1f"}
-COLUMNS |= {"of N/W": ".2f", "of gather": ".2f", "waits": ".1f", "error": ".1e"}
+COLUMNS = {"step": ".1f", "ideal": ".1f", "over": ".2f", "sent": ".1f", "rest": ".1f", "over own": ".2f"}
+COLUMNS |= {"of AdamW": ".2f", "step()": ".1f", "exposed": ".1f", "of N/W": ".2f", "of gather": ".2f"}
+COLUMNS |= {"exposed CPU": ".1f", "waits": ".1f", "error": ".1e"}
 Samples = dict[tuple[str, str], list[float]]
 
 
@@ -224,19 +213,21 @@ def measure_steps(programs: list[Program], initial: GPT, sizes: Sizes, rank: int
 
     def sample(index: int) -> dict[tuple[str, str], float]:
         batch = data(sizes, 1000 + index, rank)
-        took = {("alone", "F"): 1e3 * timed(lambda: alone.step(*batch, optimize=False))}
+        took = {("alone", "F"): timed(lambda: alone.step(*batch, optimize=False))[0]}
         alone.step(*batch)
         took["alone", "N"] = 1e3 * muon.last_step.seconds["ns"]
         for program in in_turn(programs, index):
             batch = data(sizes, 1000 + index, rank, program.shared)
-            took[program.name, "step"] = 1e3 * timed(lambda p=program, b=batch: p.step(*b))
+            took[program.name, "step"], took[program.name, "CPU"] = timed(lambda p=program, b=batch: p.step(*b))
             (took[program.name, "step()"],) = over_ranks([1e3 * program.update_seconds])
             if isinstance(program.optimizers[0], dmuon.Muon):
                 waited = 1e3 * program.optimizers[0].last_step.seconds.get("exchange", 0.0)
                 (took[program.name, "waits"],) = over_ranks([waited], dist.ReduceOp.MIN)
         for layout, program in layouts.items():
             batch = data(sizes, 1000 + index, rank, program.shared)
-            took[layout, "without optimizer"] = 1e3 * timed(lambda p=program, b=batch: p.step(*b, optimize=False))
+            took[layout, "bare"], took[layout, "bare CPU"] = timed(
+                lambda p=program, b=batch: p.step(*b, optimize=False)
+            )
         return took
 
     return collect(sizes.warmup, sizes.rounds, sample)
@@ -251,10 +242,13 @@ def rows_of(programs: list[Program], samples: Samples, error: dict[str, float], 
     share = {"owners": newton / world, "gather": newton, "adamw": 0.0}
     rows = {}
     for program in programs:
-        row = {column: value for column, value in found[program.name].items() if column != "without optimizer"}
+        row, bare = found[program.name], found[program.layout]
         row["ideal"] = forward + share[program.kind]
         row["over"] = row["step"] / row["ideal"]
-        row["exposed"] = row["step"] - found[program.layout]["without optimizer"]
+        row["bare"], row["bare CPU"] = bare["bare"], bare["bare CPU"]
+        row["over own"] = row["step"] / (row["bare"] + share[program.kind])
+        row["exposed"], row["exposed CPU"] = row["step"] - row["bare"], row["CPU"] - row["bare CPU"]
+        row["sent"], row["rest"] = row["bare"] - forward, row["exposed"] - share[program.kind]
         row["of N/W"] = row["exposed"] * world / newton
         rows[program.name] = row | {"error": error[program.name]}
     for row in rows.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dmuon.tools.simulation.hardware import Hardware, hardware
@@ -29,44 +30,12 @@ _DION = (
 _CANZONA = "arXiv 2602.06079, abstract: against a synchronous layer-wise baseline, on 256 GPUs that it does not name"
 
 
-def _llama(kind: str, hidden: int, inner: int, layers: int, heads: int, shared: int, vocab: int, **rest: Any) -> dict:  # type: ignore[type-arg]
-    return {
-        "model_type": kind, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": shared, "vocab_size": vocab, "tie_word_embeddings": True,
-    } | rest  # fmt: skip
+def config_path(model: str) -> Path:
+    """Of a shipped example or of a model that only others have trained, by name; else ``model`` is the path."""
+    bench = Path(__file__).parents[1]
+    found = (folder / f"{model}.json" for folder in (bench.parent / "examples" / "models", bench / "models"))
+    return next((path for path in found if path.exists()), Path(model))
 
-
-def _tower(name: str, hidden: int, inner: int, layers: int, heads: int, shared: int, width: int, gated: bool) -> dict:  # type: ignore[type-arg]
-    return {
-        "name": name, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
-        "num_attention_heads": heads, "num_key_value_heads": shared, "head_dim": width, "gated_mlp": gated,
-    }  # fmt: skip
-
-
-QWEN_1_5B = _llama("qwen2", 1536, 8960, 28, 12, 2, 151936)
-QWEN_7B = _llama("qwen2", 3584, 18944, 28, 28, 4, 152064, tie_word_embeddings=False)
-QWEN_VL_3B = _llama("qwen2", 2048, 11008, 36, 16, 2, 151936)
-LLAMA_1B = _llama("llama", 2048, 8192, 16, 32, 8, 50304)  # 1.07B, as dion's "mixformer-1b" is called 1.06B
-LLAMA_3B = _llama("llama", 3072, 8192, 28, 24, 8, 128256)
-LLAMA_8B = _llama("llama", 4096, 14336, 32, 32, 8, 128256, tie_word_embeddings=False)
-QWEN_32B = _llama("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128, tie_word_embeddings=False)
-PI0 = {
-    "model_type": "towers",
-    "towers": [
-        _tower("siglip", 1152, 4304, 27, 16, 16, 72, False),
-        _tower("gemma", 2048, 16384, 18, 8, 1, 256, True),
-        _tower("action", 1024, 4096, 18, 8, 1, 256, True),
-    ],
-}
-QWEN_30B = _llama(
-    "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, tie_word_embeddings=False, moe_intermediate_size=768,
-    num_experts=128, num_experts_per_tok=8,
-)  # fmt: skip
-KIMI_K2 = _llama(
-    "deepseek_v3", 7168, 18432, 61, 64, 64, 163840, tie_word_embeddings=False, moe_intermediate_size=2048,
-    first_k_dense_replace=1, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-    v_head_dim=128, n_routed_experts=384, n_shared_experts=1, num_experts_per_tok=8,
-)  # fmt: skip
 
 _A800 = hardware("a800")
 _GB300 = hardware("gb300")
@@ -77,6 +46,7 @@ class Case:
     """One published pair of steps.
 
     Attributes:
+        model: a name, as :func:`config_path` takes it.
         over: the program that ``program`` is compared with.
         published: step of ``program`` over that of ``over``, less 1.
         over_s: published seconds of ``over``; None where ``over_flops`` says it.
@@ -88,7 +58,7 @@ class Case:
     """
 
     name: str
-    config: Mapping[str, Any]
+    model: str
     machine: Hardware
     program: Program
     published: float
@@ -104,14 +74,19 @@ class Case:
     once: bool = False
     fitted: bool = True
 
+    @property
+    def path(self) -> Path:
+        """Of the model's configuration."""
+        return config_path(self.model)
 
-def _x_square(name: str, config: Mapping[str, Any], flat: tuple[int, int], replicated: tuple[int, int]) -> list[Case]:
+
+def _x_square(name: str, model: str, flat: tuple[int, int], replicated: tuple[int, int]) -> list[Case]:
     """Milliseconds of AdamW and of dmuon: weights kept and sharded over all ranks, and sharded in each node."""
 
     def case(kind: str, steps: tuple[int, int], **rest: Any) -> Case:
         over, step = steps
         return Case(
-            f"{name}, {kind}", config, _A800, published=step / over - 1, source=_X_SQUARE, over_s=over / 1e3, **rest
+            f"{name}, {kind}", model, _A800, published=step / over - 1, source=_X_SQUARE, over_s=over / 1e3, **rest
         )
 
     return [
@@ -121,34 +96,34 @@ def _x_square(name: str, config: Mapping[str, Any], flat: tuple[int, int], repli
 
 
 CASES = (
-    *_x_square("Qwen2.5-1.5B, 128 A800", QWEN_1_5B, (623, 634), (657, 634)),
-    *_x_square("Qwen2.5-7B, 128 A800", QWEN_7B, (1233, 1229), (1246, 1334)),
-    *_x_square("Llama-3.2-3B, 128 A800", LLAMA_3B, (1168, 1166), (1192, 1165)),
-    *_x_square("Llama-3.1-8B, 128 A800", LLAMA_8B, (1271, 1372), (1348, 1412)),
-    *_x_square("Pi0, 128 A800", PI0, (1587, 1659), (1630, 1652)),
-    *_x_square("WallX (Qwen2.5-VL-3B), 128 A800", QWEN_VL_3B, (1690, 1790), (1492, 1522)),
+    *_x_square("Qwen2.5-1.5B, 128 A800", "qwen2.5-1.5b", (623, 634), (657, 634)),
+    *_x_square("Qwen2.5-7B, 128 A800", "qwen2.5-7b", (1233, 1229), (1246, 1334)),
+    *_x_square("Llama-3.2-3B, 128 A800", "llama-3.2-3b", (1168, 1166), (1192, 1165)),
+    *_x_square("Llama-3.1-8B, 128 A800", "llama-3-8b", (1271, 1372), (1348, 1412)),
+    *_x_square("Pi0, 128 A800", "pi0", (1587, 1659), (1630, 1652)),
+    *_x_square("WallX (Qwen2.5-VL-3B), 128 A800", "qwen2.5-vl-3b", (1690, 1790), (1492, 1522)),
     Case(
-        "Qwen3-30B-A3B, 8 GB300", QWEN_30B, _GB300, "dedicated", 713 / 686 - 1, _NVIDIA, over_flops=713e12,
+        "Qwen3-30B-A3B, 8 GB300", "qwen3-30b-a3b", _GB300, "dedicated", 713 / 686 - 1, _NVIDIA, over_flops=713e12,
         muon_share=35 / 686, grid={"world": 8},
     ),
     Case(
-        "Kimi K2, 256 GB300", KIMI_K2, _GB300, "dedicated", 1051 / 1029 - 1, _NVIDIA, over_flops=1051e12,
+        "Kimi K2, 256 GB300", "kimi-k2", _GB300, "dedicated", 1051 / 1029 - 1, _NVIDIA, over_flops=1051e12,
         muon_share=51 / 1029, grid={"world": 64}, pp=4, once=True,
     ),
     Case(
-        "1.06B, 8 B200", LLAMA_1B, hardware("b200"), "exchanged", 0.058 / 0.942, _DION, over_s=0.942 * 0.452,
+        "1.06B, 8 B200", "llama-1b", hardware("b200"), "exchanged", 0.058 / 0.942, _DION, over_s=0.942 * 0.452,
         grid={"world": 8}, fitted=False,
     ),
     Case(
-        "Qwen3-32B, 256 GPUs (as H100)", QWEN_32B, hardware("h100"), "dedicated", 1 / 1.57 - 1, _CANZONA, over="gather",
-        grid={"world": 256, "replicate": 32}, fitted=False,
+        "Qwen3-32B, 256 GPUs (as H100)", "qwen3-32b", hardware("h100"), "dedicated", 1 / 1.57 - 1, _CANZONA,
+        over="gather", grid={"world": 256, "replicate": 32}, fitted=False,
     ),
 )  # fmt: skip
 
 # Published ratios of optimizer steps of one implementation: duplicated, and by owners. The model is not named by the
 # first source, and stands for it here; its dense matrices lie over 16 ranks, its experts over 8 times 2.
 _MEGATRON = "github.com/NVIDIA/Megatron-LM/issues/6676, 32 GB300, TP2 × GTP8, experts EP8 × 2: 632 and 157 ms"
-HOMES = (("as Qwen3-30B-A3B", QWEN_30B, 632 / 157, _MEGATRON), ("as Kimi K2", KIMI_K2, 632 / 157, _MEGATRON))
+HOMES = (("as Qwen3-30B-A3B", "qwen3-30b-a3b", 632 / 157, _MEGATRON), ("as Kimi K2", "kimi-k2", 632 / 157, _MEGATRON))
 
 
 @dataclass(frozen=True, slots=True)

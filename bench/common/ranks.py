@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -61,9 +62,28 @@ def over_ranks(values: Sequence[float], op: Any = dist.ReduceOp.MAX) -> list[flo
     return together.tolist()
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds of ``work``, from a common start to the end of the slowest rank."""
+def resident_mib(peak: bool = False) -> float:
+    """MiB of this process that are resident as Linux counts them, or the most since :func:`restart_peak`."""
+    name = "VmHWM" if peak else "VmRSS"
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None, "this is not Linux"
+    return int(found[1]) / 1024
+
+
+def restart_peak() -> None:
+    """From now on the peak is of what is resident from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds of ``work``, from a common start to the end of the slowest rank, and most processor time of a rank.
+
+    What its threads of gloo take counts. Where there are more ranks than cores, only the second is what
+    ranks with a core each would compute.
+    """
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     work()
-    return over_ranks([time.perf_counter() - start])[0]
+    took, used = time.perf_counter() - start, time.process_time() - used
+    took, used = over_ranks([1e3 * took, 1e3 * used])
+    return took, used

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ def origin() -> dict[str, Any]:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def head(program: str, argv: Sequence[str]) -> dict[str, Any]:
+    """What every record begins with: the command, without where the record goes, and where it comes from."""
+    words = [word for word in argv if not word.startswith("--json=")]
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return {"command": shlex.join(["python", f"bench/{program}", *words]), **origin()}
 
 
 def told(record: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ import gc
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import common.checkout  # noqa: F401 - before anything of dmuon
 import torch
@@ -20,11 +19,10 @@ from common.clock import Clock, collect, medians
 from common.ranks import over_ranks
 from common.results import write_json
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
 from training.model import GPT
 from training.settings import Settings
-from training.trainer import STRATEGIES, Built, adamw, mixed_precision, sharded
+from training.trainer import build
 
 from dmuon.kernels import drop_graphs
 
@@ -39,7 +37,8 @@ SIZES = {  # layers, width, heads, context, windows a rank, samples
 def settings_of(size: str, world: int, device: str) -> Settings:
     layers, width, heads, context, batch, _ = SIZES[size]
     dtype = "bfloat16" if device == "cuda" else "float32"
-    return Settings(None, 0, world, device, dtype, layers, width, heads, context, batch, 3e-4, 3e-4)
+    sizes = {"layers": layers, "width": width, "heads": heads, "context": context, "batch": batch}
+    return Settings(world=world, device=device, dtype=dtype, lr_adamw=3e-4, lr_dmuon=3e-4, **sizes)
 
 
 def measure(name: str, settings: Settings, rounds: int, device: torch.device) -> dict[str, float]:
@@ -54,8 +53,7 @@ def measure(name: str, settings: Settings, rounds: int, device: torch.device) ->
         model = GPT(settings.model)
         tokens = torch.randint(256, (settings.batch, settings.context + 1))
     mesh = init_device_mesh(device.type, (settings.world,), mesh_dim_names=("shard",))
-    build = _torch_muon if name == "torch.optim.Muon" else STRATEGIES[name.partition(",")[0]]
-    optimizers = build(model, mesh, settings, None).optimizers
+    optimizers = build(name.partition(",")[0], model, mesh, settings).optimizers
     clock = Clock(device)
 
     def sample(_index: int) -> dict[str, float]:
@@ -78,15 +76,6 @@ def measure(name: str, settings: Settings, rounds: int, device: torch.device) ->
 def _backward(model: GPT, tokens: Tensor) -> None:
     logits = model(tokens[:, :-1]).float()
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-
-
-def _torch_muon(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
-    """torch's own Muon on what FSDP2 shards, which orthogonalizes every matrix on every rank."""
-    sharded(fully_shard, model, mesh=mesh, mp_policy=mixed_precision(settings))
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    rest = [p for p in model.parameters() if all(p is not q for q in matrices)]
-    muon: Any = torch.optim.Muon(matrices, lr=settings.lr_dmuon, adjust_lr_fn="match_rms_adamw")
-    return Built([muon, adamw(rest, settings.lr_adamw)])
 
 
 def main() -> None:

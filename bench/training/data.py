@@ -1,4 +1,4 @@
-"""Text as bytes: a corpus from local files, its train/validation split, and batches by step and rank."""
+"""Text as bytes: the standard library's sources, split into training and validation; batches by step and rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from torch import Tensor
 EVALUATION_WINDOWS = 256
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _SEPARATOR = b"\x00"
-
-
-class DataError(ValueError):
-    """The given data cannot be trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,40 +39,14 @@ class Corpus:
         return _windows(self.validation, starts, context)
 
 
-def load_corpus(path: Path | None, context: int) -> Corpus:
-    """Reads a file, every text file under a folder, or (`None`) the standard library's sources.
+def load_corpus() -> Corpus:
+    """The standard library's sources, which every machine has.
 
-    Folders are split by file: files in the order of the hash of their name go to validation until it holds
-    at least 5 % and at most 10 % of the bytes. Where no choice of files does that, as with a single
-    file, the last 10 % of the text are the validation part.
-
-    Raises:
-        DataError: nothing to read, or either part is shorter than one window of `context` bytes.
+    Files in the order of the hash of their name go to validation until it holds at least 5 % and at most 10 % of the
+    bytes.
     """
-    if path is None:
-        root, pattern, name = Path(sysconfig.get_paths()["stdlib"]), "*.py", "Python standard library"
-    else:
-        root, pattern, name = path, "*", str(path)
-    if root.is_file():
-        files = {root.name: root.read_bytes()}
-    elif root.is_dir():
-        files = _read_folder(root, pattern)
-    else:
-        raise DataError(f"{root} does not exist")
-    if not files:
-        raise DataError(f"{root} holds no text")
-    train, validation = _split(files)
-    if min(len(train), len(validation)) < context + 2:
-        raise DataError(
-            f"{root} is too short: {len(train)} bytes to train and {len(validation)} to validate on, "
-            f"both must hold a context of {context} bytes"
-        )
-    return Corpus(name, _tensor(train), _tensor(validation))
-
-
-def _read_folder(root: Path, pattern: str) -> dict[str, bytes]:
-    files = {}
-    for path in sorted(root.rglob(pattern)):
+    root, files = Path(sysconfig.get_paths()["stdlib"]), {}
+    for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         hidden = any(part.startswith(".") for part in relative.parts)
         if hidden or not _SKIPPED_FOLDERS.isdisjoint(relative.parts[:-1]) or not path.is_file():
@@ -84,22 +54,16 @@ def _read_folder(root: Path, pattern: str) -> dict[str, bytes]:
         content = path.read_bytes()
         if content and _SEPARATOR not in content:  # a NUL byte: not a text
             files[relative.as_posix()] = content
-    return files
-
-
-def _split(files: dict[str, bytes]) -> tuple[bytes, bytes]:
-    total = sum(map(len, files.values()))
-    held, chosen = 0, set()
+    total, held, chosen = sum(map(len, files.values())), 0, set()
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if held < total / 20 and held + len(files[name]) <= total / 10:
             chosen.add(name)
             held += len(files[name])
-    if held >= total / 20:
-        train = _SEPARATOR.join(files[name] for name in sorted(files) if name not in chosen)
-        return train, _SEPARATOR.join(files[name] for name in sorted(chosen))
-    text = _SEPARATOR.join(files[name] for name in sorted(files))
-    cut = len(text) - len(text) // 10
-    return text[:cut], text[cut:]
+    train, validation = (
+        _SEPARATOR.join(files[name] for name in sorted(files) if (name in chosen) == held_out)
+        for held_out in (False, True)
+    )
+    return Corpus("Python standard library", _tensor(train), _tensor(validation))
 
 
 def _tensor(text: bytes) -> Tensor:

@@ -13,18 +13,17 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """Sizes of a `GPT`; `width` must be a multiple of `2 * heads`. `inner`: of SwiGLU, if `width` does not say it."""
+    """Sizes of a `GPT`; `width` must be a multiple of `2 * heads`."""
 
     layers: int = 4
     width: int = 256
     heads: int = 4
     context: int = 128
-    inner: int = 0
 
     @property
     def hidden(self) -> int:
         """SwiGLU's inner width: two thirds of `4 * width`, rounded up to a multiple of 32."""
-        return self.inner or -(-8 * self.width // 96) * 32
+        return -(-8 * self.width // 96) * 32
 
 
 class Attention(nn.Module):

@@ -12,24 +12,28 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from common.figures import new_figure, save_png
+from common.results import columns
 
 from training.settings import OPTIMIZERS
 
 Record = dict[str, Any]
 WARMUP_STEPS = 5  # not timed: allocation, first use of each kernel
 BASELINE = "adamw"
+REACHED = {"steps": "step", "seconds": "train_seconds"}  # until AdamW's last loss
+COLUMNS = {"loss": ".4f", "steps": ".0f", "seconds": ".0f", "ms a step": ".0f", "exposed ms": ".0f", "peak MB": ".0f"}
 PREDICTED = Path(__file__).parents[1] / "results" / "scaling-h200.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One optimizer on one seed: its step records, its evaluations and its result record, if it ended."""
+    """One optimizer on one seed: its steps, its evaluations, its result if it ended, and its starts: one, or more."""
 
     optimizer: str
     seed: int
     steps: list[Record]
     evaluations: list[Record]
     result: Record | None
+    starts: Sequence[Record] = ()
 
     @property
     def step_ms(self) -> float:
@@ -89,39 +93,43 @@ def rewind(path: Path, optimizer: str, seed: int, step: int) -> None:
 
 def find_run(records: Iterable[Record], optimizer: str, seed: int) -> Run:
     """The records of one run."""
-    events: dict[str, list[Record]] = {"step": [], "eval": [], "result": []}
+    events: dict[str, list[Record]] = {"start": [], "step": [], "eval": [], "result": []}
     for record in records:
         if (record["optimizer"], record["seed"]) == (optimizer, seed):
             events[record["event"]].append(record)
-    return Run(optimizer, seed, events["step"], events["eval"], next(iter(events["result"]), None))
+    return Run(optimizer, seed, events["step"], events["eval"], next(iter(events["result"]), None), events["start"])
 
 
-def format_table(runs: Sequence[Run]) -> str:
-    """The comparison: one row per run, and means and per-seed differences when there are several seeds."""
-    rows = [
-        ("", "validation", "to AdamW's last loss:", "ms a", "exposed", "peak"),
-        ("optimizer", "loss", "steps, seconds", "step", "optimizer", "MB"),
-    ]
-    seeds = sorted({run.seed for run in runs})
-    by_key = {(run.optimizer, run.seed): run for run in runs}
+def rows(runs: Sequence[Run]) -> dict[str, Record]:
+    """Of each run what the table says, by its title."""
+    several = len({run.seed for run in runs}) > 1
+    baselines = {run.seed: run for run in runs if run.optimizer == BASELINE}
+    found = {}
     for run in sorted(runs, key=lambda run: run.seed):
-        baseline = by_key.get((BASELINE, run.seed))
-        rows.append(
-            (
-                OPTIMIZERS[run.optimizer] + (f", seed {run.seed}" if len(seeds) > 1 else ""),
-                f"{run.loss:.4f}",
-                "-" if baseline is None else _reached(run, baseline),
-                f"{run.step_ms:.0f}",
-                f"{run.exposed_ms:.0f} ms",
-                "-" if run.result is None else f"{run.result['peak_mb']:.0f}",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-    lines.insert(2, "  ".join("-" * width for width in widths))
-    if len(seeds) > 1:
-        lines += ["", *_format_seeds(runs, by_key, seeds)]
-    return "\n".join(lines)
+        row = found[OPTIMIZERS[run.optimizer] + f", seed {run.seed}" * several] = {
+            "loss": run.loss,
+            "losses": {f"step {record['step']}": record["val_loss"] for record in run.evaluations},
+            "ms a step": run.step_ms,
+            "exposed ms": run.exposed_ms,
+            "started at": [record["step"] for record in run.starts],
+        }
+        if run.result is not None:
+            row["peak MB"] = run.result["peak_mb"]
+        if run.seed in baselines:
+            baseline = baselines[run.seed]
+            row["difference"] = run.loss - baseline.loss
+            row |= {name: run.reaches(baseline.loss, key) for name, key in REACHED.items()}
+    return {name: {key: value for key, value in row.items() if value is not None} for name, row in found.items()}
+
+
+def table(runs: Sequence[Run]) -> str:
+    """A row for each run, and the mean of every optimizer where there are several seeds."""
+    text = columns(rows(runs), COLUMNS, "optimizer")
+    for optimizer in dict.fromkeys(run.optimizer for run in runs):
+        losses = [run.loss for run in runs if run.optimizer == optimizer]
+        if len(losses) > 1:
+            text += f"\n{optimizer}: mean validation loss {mean(losses):.4f} (sd {stdev(losses):.4f})"
+    return text
 
 
 def explain(runs: Sequence[Run], parameters: int, tokens: int) -> str:
@@ -145,7 +153,7 @@ def explain(runs: Sequence[Run], parameters: int, tokens: int) -> str:
 
 def plot(runs: Sequence[Run], path: Path) -> None:
     """Writes a PNG: validation loss against step, and against training time, and AdamW's last one as a line."""
-    figure = new_figure(12, 4.5, layout="tight")
+    figure = new_figure(12, 4.5)
     axes = figure.subplots(1, 2, sharey=True)
     optimizers = list(dict.fromkeys(run.optimizer for run in runs))
     first_seed = runs[0].seed
@@ -177,27 +185,3 @@ def _column(records: Iterable[Record], key: str) -> list[float]:
 
 def _median_ms(steps: Sequence[Record], key: str) -> float:
     return median(_column(steps[WARMUP_STEPS:] or steps, key))
-
-
-def _reached(run: Run, baseline: Run) -> str:
-    """Steps and seconds until AdamW's last loss, and the seconds as a part of AdamW's."""
-    step, seconds = (run.reaches(baseline.loss, key) for key in ("step", "train_seconds"))
-    if step is None or seconds is None:
-        return "not reached"
-    return f"{step:.0f}, {seconds:.0f} ({seconds / baseline.evaluations[-1]['train_seconds']:.2f} of AdamW's)"
-
-
-def _format_seeds(runs: Sequence[Run], by_key: dict[tuple[str, int], Run], seeds: list[int]) -> list[str]:
-    lines = []
-    for optimizer in dict.fromkeys(run.optimizer for run in runs):
-        chosen = [by_key[optimizer, seed] for seed in seeds]
-        losses = [run.loss for run in chosen]
-        lines.append(
-            f"{optimizer}: mean val loss {mean(losses):.4f} (sd {stdev(losses):.4f}), "
-            f"{mean(run.step_ms for run in chosen):.1f} ms/step over {len(seeds)} seeds"
-        )
-        if optimizer != BASELINE and (BASELINE, seeds[0]) in by_key:
-            differences = [by_key[optimizer, s].loss - by_key[BASELINE, s].loss for s in seeds]
-            each = ", ".join(f"{s}: {d:+.4f}" for s, d in zip(seeds, differences, strict=True))
-            lines.append(f"{optimizer} - {BASELINE} by seed: {each}; mean {mean(differences):+.4f}")
-    return lines

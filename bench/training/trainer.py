@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from common import results
 from common.clock import Clock
+from common.ranks import over_ranks
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,6 +35,7 @@ from training.settings import Job, Settings
 
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
+WEIGHT_DECAY = 0.1
 FLUSH_EVERY = 10  # steps between exchanges of losses and times, which are not part of any step
 EVALUATIONS = 8
 PLAN = "plan.json"  # in the folder of a checkpoint, which is renamed as a whole
@@ -40,7 +43,7 @@ PLAN = "plan.json"  # in the folder of a checkpoint, which is renamed as a whole
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A strategy's optimizers, and its plan where it is kept with a checkpoint."""
+    """Optimizers, and the plan where it is kept with a checkpoint."""
 
     optimizers: list[torch.optim.Optimizer]
     plan: dmuon.OwnerPlan | None = None
@@ -54,70 +57,43 @@ def sharded(fully_shard: Callable[..., object], model: GPT, **options: Any) -> G
     return model
 
 
-def adamw(params: Iterable[Tensor], lr: float, weight_decay: float = 0.1) -> torch.optim.AdamW:
+def adamw(params: Iterable[Tensor], lr: float) -> torch.optim.AdamW:
     """Norms are not decayed."""
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for param in params:
         groups[param.ndim >= 2].append(param)
-    decayed = {"params": groups[True], "weight_decay": weight_decay}
+    decayed = {"params": groups[True], "weight_decay": WEIGHT_DECAY}
     rest = {"params": groups[False], "weight_decay": 0.0}
     return torch.optim.AdamW([decayed, rest], lr=lr, betas=BETAS, fused=True)
 
 
-def build_adamw(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
-    """FSDP2 with torch's fused AdamW."""
-    sharded(fully_shard, model, mesh=mesh, mp_policy=mixed_precision(settings))
-    return Built([adamw(model.parameters(), settings.lr_adamw, settings.weight_decay)])
+def build(name: str, model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None = None) -> Built:
+    """Lays out ``model`` by FSDP2, or its block matrices on owners first, and makes the optimizers that go with it.
 
+    Computation is in ``settings.dtype``; weights, gradients and optimizer state stay fp32. A run that goes on from a
+    checkpoint keeps that run's owners: another plan would batch otherwise, which moves the last bits.
 
-def build_gather(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
-    """FSDP2 with Muon that gathers block matrices on every rank, and AdamW as above for everything else."""
-    sharded(fully_shard, model, mesh=mesh, mp_policy=mixed_precision(settings))
+    Args:
+        name: one of ``OPTIMIZERS``, or ``torch.optim.Muon``, which orthogonalizes every matrix on every rank.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, settings.dtype), reduce_dtype=torch.float32)
+    plan = None
+    if name == "dedicated":
+        plan = dmuon.dedicate_params(model, mesh, mp_policy=policy, plan=checkpoint / PLAN if checkpoint else None)
+    sharded(dmuon.fully_shard if plan is not None else fully_shard, model, mesh=mesh, mp_policy=policy)
+    if name in ("dmuon", "dedicated"):
+        lrs = {"lr": settings.lr_dmuon, "adamw_lr": settings.lr_adamw}
+        return Built([dmuon.Muon(model, weight_decay=WEIGHT_DECAY, adamw_betas=BETAS, **lrs)], plan)
+    if name == "adamw":
+        return Built([adamw(model.parameters(), settings.lr_adamw)])
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if all(p is not q for q in matrices)]
-    muon = GatherMuon(matrices, settings.lr_dmuon, settings.weight_decay)
-    return Built([muon, adamw(rest, settings.lr_adamw, settings.weight_decay)])
-
-
-def build_dmuon(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
-    """FSDP2 with dmuon's optimizer: one line of the program above."""
-    sharded(fully_shard, model, mesh=mesh, mp_policy=mixed_precision(settings))
-    return Built([muon(model, settings)])
-
-
-def build_dedicated(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
-    """A model that dmuon lays out: block matrices on their owners, everything else sharded by FSDP2.
-
-    A run that goes on from a checkpoint keeps that run's owners: another plan would batch otherwise, which moves the
-    last bits.
-    """
-    policy = mixed_precision(settings)
-    plan = dmuon.dedicate_params(model, mesh, mp_policy=policy, plan=checkpoint / PLAN if checkpoint else None)
-    sharded(dmuon.fully_shard, model, mesh=mesh, mp_policy=policy)
-    return Built([muon(model, settings)], plan)
-
-
-def muon(model: GPT, settings: Settings) -> dmuon.Muon:
-    return dmuon.Muon(
-        model,
-        lr=settings.lr_dmuon,
-        weight_decay=settings.weight_decay,
-        adamw_lr=settings.lr_adamw,
-        adamw_betas=BETAS,
-    )
-
-
-def mixed_precision(settings: Settings) -> MixedPrecisionPolicy:
-    """Compute in `settings.dtype`; weights, gradients and optimizer state stay fp32."""
-    return MixedPrecisionPolicy(param_dtype=getattr(torch, settings.dtype), reduce_dtype=torch.float32)
-
-
-STRATEGIES: dict[str, Callable[[GPT, DeviceMesh, Settings, Path | None], Built]] = {
-    "adamw": build_adamw,
-    "gather": build_gather,
-    "dmuon": build_dmuon,
-    "dedicated": build_dedicated,
-}
+    if name == "gather":
+        muon: torch.optim.Optimizer = GatherMuon(matrices, settings.lr_dmuon)
+    else:
+        assert name == "torch.optim.Muon", name
+        muon = torch.optim.Muon(matrices, lr=settings.lr_dmuon, adjust_lr_fn="match_rms_adamw")
+    return Built([muon, adamw(rest, settings.lr_adamw)])
 
 
 def lr_factor(step: int, steps: int) -> float:
@@ -132,21 +108,22 @@ def lr_factor(step: int, steps: int) -> float:
 class Trainer:
     """The training state of one rank, as stock `torch.distributed.checkpoint` saves and loads it."""
 
-    def __init__(self, rank: int, settings: Settings, job: Job) -> None:
-        self.rank, self.settings, self.job = rank, settings, job
+    def __init__(self, rank: int, job: Job) -> None:
+        self.rank, self.settings, self.job = rank, job.settings, job
+        settings = job.settings
         self.device = torch.device(settings.device, rank if settings.device == "cuda" else None)
-        self.corpus = load_corpus(Path(settings.data) if settings.data else None, settings.context)
+        self.corpus = load_corpus()
         self._memory_before = _peak_bytes(self.device)
         torch.manual_seed(job.seed)
         self.model = GPT(settings.model).to(self.device)
         mesh = init_device_mesh(settings.device, (settings.world,))
-        self.built = STRATEGIES[job.optimizer](self.model, mesh, settings, job.resume_from)
+        self.built = build(job.optimizer, self.model, mesh, settings, job.resume_from)
         self.optimizers = self.built.optimizers
         self.schedulers = [LambdaLR(one, lambda step: lr_factor(step, settings.steps)) for one in self.optimizers]
         self.clock = Clock(self.device)
         self.step = 0
         self.train_seconds = 0.0
-        self._marks: list[tuple[Tensor, Tensor, float, tuple[Any, Any], Any, Any]] = []
+        self._marks: list[dict[str, Any]] = []  # of the steps since the last flush
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizers)
@@ -181,6 +158,8 @@ class Trainer:
         if self.rank == 0 and self.job.resume_from is not None:
             origin = "" if plan is None else f"; {plan.summary()}"
             print(f"{self.job.optimizer} goes on from step {self.step}{origin}", file=sys.stderr, flush=True)
+        if self.rank == 0:
+            self._record({"event": "start", **results.origin()})
         with tqdm(
             desc=f"{self.job.optimizer} seed {self.job.seed}",
             total=steps,
@@ -194,14 +173,16 @@ class Trainer:
             while self.step < steps:
                 self._train_step()
                 bar.update()
-                save = self.step % self.job.checkpoint_every == 0 or self.step == steps
+                save = self.step % self.settings.checkpoint_every == 0 or self.step == steps
                 if self.step % FLUSH_EVERY == 0 or self.step in evaluate_at or save:
                     self._flush(bar)
                 if self.step in evaluate_at:
                     self._evaluate(bar)
                 if save:
                     self._save()
-        self._record({"event": "result", "balance": None if plan is None else plan.balance, "peak_mb": self._peak_mb()})
+        # Of the rank that needs most, above what its process had before the model was built.
+        (peak_mb,) = over_ranks([(_peak_bytes(self.device) - self._memory_before) / 1e6])
+        self._record({"event": "result", "balance": None if plan is None else plan.balance, "peak_mb": peak_mb})
 
     def _train_step(self) -> None:
         start = self.clock.mark()
@@ -216,7 +197,8 @@ class Trainer:
         self._zero_grad()
         end = self.clock.mark()
         self.step += 1
-        self._marks.append((loss.detach(), norm, lr, (start, end), before, after))
+        mark = {"loss": loss.detach(), "norm": norm, "lr": lr, "start": start, "before": before, "after": after}
+        self._marks.append({**mark, "end": end})
 
     def _backward(self) -> tuple[Tensor, Tensor]:
         """The loss of the next batch, and the norm to which gradients were clipped."""
@@ -238,51 +220,34 @@ class Trainer:
         start = self.clock.mark()
         self._backward()
         self._zero_grad()
-        took = torch.tensor(self.clock.milliseconds(start, self.clock.mark()), device=self.device)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        return float(took)
-
-    def _peak_mb(self) -> float:
-        """Of the rank that needs most, above what its process had before the model was built."""
-        peak = torch.tensor(float(_peak_bytes(self.device) - self._memory_before), device=self.device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        return float(peak) / 1e6
+        return over_ranks([self.clock.milliseconds(start, self.clock.mark())])[0]
 
     def _flush(self, bar: tqdm) -> None:
         """Exchanges and records what the steps since the last flush measured: mean loss, slowest rank."""
-        rows = []
-        for loss, _, _, (start, end), before, after in self._marks:
-            times = self.clock.milliseconds(start, end), self.clock.milliseconds(before, after)
-            rows.append((loss.item(), *times))
-        mine = torch.tensor(rows, dtype=torch.float64, device=self.device)  # (steps, 3)
-        parts = [torch.empty_like(mine) for _ in range(self.settings.world)]
-        dist.all_gather(parts, mine)
-        everyone = torch.stack(parts)  # (world, steps, 3)
-        losses = everyone[..., 0].mean(0).tolist()
-        times_ms = everyone[..., 1:].amax(0).tolist()
-        first = self.step - len(rows) + 1
+        marks = self._marks
+        losses = over_ranks([mark["loss"].item() for mark in marks], dist.ReduceOp.SUM)
+        step_ms = over_ranks([self.clock.milliseconds(mark["start"], mark["end"]) for mark in marks])
+        optimizer_ms = over_ranks([self.clock.milliseconds(mark["before"], mark["after"]) for mark in marks])
         records = []
-        for i, ((_, norm, lr, *_), loss, (step_ms, optimizer_ms)) in enumerate(
-            zip(self._marks, losses, times_ms, strict=True)
-        ):
-            self.train_seconds += step_ms / 1e3
+        for i, mark in enumerate(marks):
+            self.train_seconds += step_ms[i] / 1e3
             records.append(
                 {
                     "event": "step",
-                    "step": first + i,
-                    "loss": loss,
-                    "lr": lr,
-                    "grad_norm": full(norm).item(),
-                    "step_ms": step_ms,
-                    "optimizer_ms": optimizer_ms,
+                    "step": self.step - len(marks) + 1 + i,
+                    "loss": losses[i] / self.settings.world,
+                    "lr": mark["lr"],
+                    "grad_norm": full(mark["norm"]).item(),
+                    "step_ms": step_ms[i],
+                    "optimizer_ms": optimizer_ms[i],
                     "train_seconds": self.train_seconds,
                 }
             )
-        self._marks.clear()
+        marks.clear()
         if self.step % (2 * FLUSH_EVERY) == 0 or self.step == self.settings.steps:
             records[-1]["bare_ms"] = self._time_without_optimizer()
         self._record(*records)
-        bar.set_postfix(loss=f"{losses[-1]:.3f}", ms=f"{times_ms[-1][0]:.0f}", refresh=False)
+        bar.set_postfix(loss=f"{records[-1]['loss']:.3f}", ms=f"{step_ms[-1]:.0f}", refresh=False)
         for record in records:
             if not math.isfinite(record["loss"]):
                 raise RuntimeError(f"the loss is {record['loss']} at step {record['step']}; lower the lr")
@@ -300,9 +265,8 @@ class Trainer:
             logits = self.model(tokens.to(self.device)).float()
             losses = F.cross_entropy(logits.transpose(1, 2), targets.to(self.device), reduction="none")
             total += (losses.mean(1) * counted).sum()
-        dist.all_reduce(total)
         self.model.train()
-        loss = total.item() / EVALUATION_WINDOWS
+        loss = over_ranks([total.item()], dist.ReduceOp.SUM)[0] / EVALUATION_WINDOWS
         self._record({"event": "eval", "val_loss": loss, "train_seconds": self.train_seconds})
         if not bar.disable:
             bar.write(f"{self.job.optimizer} step {self.step}: validation loss {loss:.4f}", file=sys.stderr)

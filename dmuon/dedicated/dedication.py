@@ -24,7 +24,7 @@ from dmuon.comm.context import Comm
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import BufferState, GradState
-from dmuon.dedicated.matrix import OwnedMatrix, Part, of_rows, resting, whole_parameter
+from dmuon.dedicated.matrix import OwnedMatrix, Part, of_elements, of_rows, resting, whole_parameter
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
@@ -35,7 +35,8 @@ from dmuon.model.blocks import canonical_fqn, unwrapped
 from dmuon.model.routing import Route
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
-from dmuon.step.residency import MOMENTUM, ROW_MOMENT, Options, Residency, Sharing, memberships
+from dmuon.step.normuon import RowMoments
+from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing, memberships
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
 
 _GONE = nn.Parameter(torch.empty(0))
@@ -297,7 +298,7 @@ class Dedicated(Residency):
         self.params = list(params)
         self._replicated: list[tuple[Tensor, str]] = []  # in groups of the optimizer, with their names
         self._runtime = runtime
-        self._of_rows: dict[int, OwnedMatrix] = {}  # by id of what is shown of the second moments of rows
+        self._of_moments: dict[int, OwnedMatrix] = {}  # by id of what is shown of second moments
         runtime.members.add(self)
 
     def tasks(self) -> list[Task]:
@@ -440,26 +441,26 @@ class Dedicated(Residency):
     # -- momentum --------------------------------------------------------------------------------------------------
 
     def shown(self, param: Tensor, local: Tensor) -> Tensor:
-        if id(param) in self._of_rows:
+        if id(param) in self._of_moments:
             return param
         matrix = self._runtime.by_rest[id(param)]
         return matrix.like_rest(local, f"{matrix.fqn}.{MOMENTUM}")
 
-    def shown_rows(self, param: Tensor, local: Tensor) -> Tensor:
+    def shown_moment(self, param: Tensor, local: Tensor, key: str) -> Tensor:
         matrix = self._runtime.by_rest[id(param)]
-        thin = of_rows(matrix, local, f"{matrix.fqn}.{ROW_MOMENT}")
-        self._of_rows[id(thin.rest)] = thin
-        return thin.rest
+        of_moment = (of_rows if key == RowMoments.key else of_elements)(matrix, local, f"{matrix.fqn}.{key}")
+        self._of_moments[id(of_moment.rest)] = of_moment
+        return of_moment.rest
 
     def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
-        rows = self._of_rows.get(id(param))
-        matrix = rows or self._runtime.by_rest[id(param)]
+        moment = self._of_moments.get(id(param))
+        matrix = moment or self._runtime.by_rest[id(param)]
         with self._runtime.comm.monitor.watch("state_dict() of the optimizer"):  # which saves nothing after a fault
-            name = matrix.fqn if rows else f"{matrix.fqn}.{MOMENTUM}"
+            name = matrix.fqn if moment else f"{matrix.fqn}.{MOMENTUM}"
             return state_of(local_tensor(momentum), matrix, name)
 
     def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
-        matrix = self._of_rows.get(id(param)) or self._runtime.by_rest[id(param)]
+        matrix = self._of_moments.get(id(param)) or self._runtime.by_rest[id(param)]
         if type(momentum) is Tensor and momentum.shape != param.shape:
             return momentum  # what the master holds
         if type(momentum) is OwnedTensor and not lies_as(momentum, matrix.rest):  # shown of another matrix

@@ -283,6 +283,13 @@ def of_rows(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
     return OwnedMatrix(fqn, shape, tuple(parts), mine, rest, full, local, (), tensor)
 
 
+def of_elements(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
+    """What says of ``local``, shaped as the master, what ``matrix`` says of that."""
+    rest = matrix.like_rest(local, fqn)
+    remember_spec(rest, spec_of(matrix.rest))
+    return replace(matrix, fqn=fqn, rest=rest, master=local, places=(), empty_grad=None)
+
+
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """``parts`` one after the other in one flat tensor."""
     return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)

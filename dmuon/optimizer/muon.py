@@ -17,7 +17,7 @@ from dmuon.dedicated.dedication import Dedicated, sharded_together
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
-from dmuon.model.matrix_spec import MatrixSpec, flat_of, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Exclude, Select
 from dmuon.optimizer.flat_shards import fault_of_flat
 from dmuon.optimizer.groups import (
@@ -40,12 +40,14 @@ from dmuon.optimizer.options import (
     Description,
     check_edited,
     check_functions,
+    check_halves,
     check_strategy,
     describe,
     strategies_of,
 )
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
+from dmuon.optimizer.scalings import check_scalings, moments_of, scalings_of
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.wrapping import (
     Averagers,
@@ -63,10 +65,11 @@ from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import Deferred, FusedRound
+from dmuon.step.half_weights import new_masters
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
-from dmuon.step.row_moments import RowMoments
+from dmuon.step.scaling import Scaling
 from dmuon.step.update import Done, Orthogonalize, StepRecord
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
@@ -92,7 +95,9 @@ class Muon(torch.optim.Optimizer):
         weight_decay_mode: ``"decoupled"``: ``W ← (1 - lr · weight_decay) · W`` before the update, by the base ``lr``;
             ``"cautious"`` (arXiv 2510.12402): the same, of elements that have the sign of the update, which is
             subtracted; ``"independent"``: ``W ← (1 - weight_decay) · W``, whatever ``lr`` is; ``"l2"``: ``weight_decay
-            · W`` is added to the gradient before momentum.
+            · W`` is added to the gradient before momentum; ``"hyperball"`` (arXiv 2606.16899): no decay, but weights of
+            a constant norm: each step is ``lr`` times as long as the weight, and ends on the sphere of its norm.
+            ``weight_decay`` and ``adjust_lr_fn`` mean nothing then.
         momentum, nesterov: as in ``torch.optim.Muon``.
         momentum_dtype: ``torch.bfloat16`` keeps momentum in half the bytes. It is folded in fp32 and rounded to the
             nearest. Loading a state dict converts momentum to it.
@@ -108,8 +113,12 @@ class Muon(torch.optim.Optimizer):
             tensor like that. It is tried on random matrices before the first step. ``ns_…`` mean nothing then.
         second_moment: ``"row"``: NorMuon (arXiv 2510.05491). Each output's row of the orthogonal factor is divided by
             the root of the average of its mean square, and the whole is scaled to the norm of an orthogonal factor. The
-            average is state, ``row_second_moment``, one number for each output.
+            average is state, ``row_second_moment``, one number for each output. ``"element"``: AdaMuon (arXiv
+            2507.11005). The same of each element, and what is orthogonalized are the signs of the momentum. The average
+            is ``element_second_moment``, as large as the momentum.
         second_moment_beta: of that average.
+        master_weights: keep an fp32 master of each weight in bf16 or fp16, AdamW's too: it is updated, and rounded to
+            the weight. It is state, ``master_weight``; AdamW's moments are fp32 then. What dmuon owns has one anyway.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
             ``torch.optim.Muon``), ``"spectral"``, a number ``r``, which stands for ``r · √max(m, n)`` and so for the
             root mean square of an update, or ``f((m, n)) -> float``.
@@ -162,6 +171,7 @@ class Muon(torch.optim.Optimizer):
         orthogonalize: Orthogonalize | None = None,
         second_moment: str | None = None,
         second_moment_beta: float = 0.95,
+        master_weights: bool = False,
         adjust_lr_fn: str | float | Callable[[Any], float] | None = "match_rms_adamw",
         lr_multipliers: Mapping[str, float] | None = None,
         adamw_lr: float | Tensor | None = None,
@@ -201,6 +211,7 @@ class Muon(torch.optim.Optimizer):
             "orthogonalize": orthogonalize,
             "second_moment": second_moment,
             "second_moment_beta": second_moment_beta,
+            "master_weights": master_weights,
             "adjust_lr_fn": adjust_lr_fn,
         }
         adamw: dict[str, Any] = {
@@ -208,6 +219,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             "betas": adamw_betas,
             "eps": adamw_eps,
+            "master_weights": master_weights,
         }
         copies = replicated_by_ddp(params)
         check_strategy(strategy)
@@ -221,6 +233,7 @@ class Muon(torch.optim.Optimizer):
             {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
         )
         self._built = True
+        check_halves(self.param_groups, names_in(self.param_groups, self._origin.names))
         self._find_device()
         self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
         self._lay_out()
@@ -243,7 +256,9 @@ class Muon(torch.optim.Optimizer):
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
         self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
-        self._row_moments: RowMoments | None = None
+        self._second_moments: dict[int, Scaling] = {}  # by number of the group
+        self._scalings: dict[int, list[Scaling]] = {}  # with those that have no state
+        self._decay_modes: list[object] = []  # of each group
         self._formats: list[list[object]] = []  # of the state, of each group
         self._rounds: list[Round] = []
         self._moves = False  # momentum is stored on the host
@@ -384,10 +399,16 @@ class Muon(torch.optim.Optimizer):
             self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         batches = [batch for round_ in rounds for batch in round_.batches]
         momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
-        self._row_moments = self._with_row_moments(rounds)
-        of_rows = {} if self._row_moments is None else self._row_moments.local
+        masters = new_masters(self.param_groups)
+        for batch in (batch for round_ in rounds for some in (round_.batches, round_.folded) for batch in some):
+            batch.masters = masters
+        check_scalings(self.param_groups, rounds, self._names, self._clipped)
+        self._second_moments = moments_of(self.param_groups, rounds)
+        self._scalings = scalings_of(self.param_groups, self._second_moments)
+        self._decay_modes = [group.get("weight_decay_mode") for group in self.param_groups]
         dtypes = {id(p): group.get("momentum_dtype") for group in self.param_groups for p in group["params"]}
-        self._momentum.lay_out(residencies, muon, self._names, momentum, of_rows, dtypes, self.state)
+        moments = self._second_moments
+        self._momentum.lay_out(residencies, muon, self._names, momentum, moments, masters, dtypes, self.state)
         self._formats = [[group.get(name) for name in STATE_OPTIONS] for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)
@@ -418,32 +439,6 @@ class Muon(torch.optim.Optimizer):
         if self._deferred is not None:
             self._deferred.finish()
 
-    def _with_row_moments(self, rounds: Sequence[Round]) -> RowMoments | None:
-        """Second moments of rows for the groups that have them; None where none has.
-
-        Raises:
-            ValueError: a group has them whose matrices are not all dmuon's to lay out.
-        """
-        having = {i for i, group in enumerate(self.param_groups) if group.get("second_moment") is not None}
-        if not having:
-            return None
-        rounds = [round_ for round_ in rounds if round_.index in having]
-        for round_ in rounds:
-            if not round_.scales_rows:
-                raise ValueError(
-                    f"second_moment of group {round_.index}: in a {type(round_).__name__} dmuon does not know where "
-                    "the rows of matrices lie; leave second_moment out, or gather_fn and redistribute_fn of your own"
-                )
-        batches = [batch for round_ in rounds for batch in round_.batches]
-        for param in (param for batch in batches for param in batch.params if flat_of(param) is not None):
-            raise ValueError(
-                f"second_moment for {self._names[id(param)]!r}, of which FSDP1 has a flat shard on each rank, and no "
-                "rows: leave second_moment out, or use torch's fully_shard (FSDP2)"
-            )
-        held = frozenset[int]().union(*(batch.ids for batch in batches))
-        params = [p for i in sorted(having) for p in self.param_groups[i]["params"]]
-        return RowMoments([p for p in params if p.requires_grad or id(p) in held], batches)
-
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""
         found: list[tuple[str, str]] = []
@@ -452,6 +447,11 @@ class Muon(torch.optim.Optimizer):
                 for name, value in describe(self.param_groups[index]):
                     found.append((f"{name} of group {number}", value))
         return found if self._qk_clip is None else [*found, ("qk_clip", repr(self._qk_clip))]
+
+    @property
+    def _clipped(self) -> frozenset[int]:
+        """Ids of the parameters that QK-clip scales."""
+        return frozenset() if self._qk_clip is None else self._qk_clip.ids
 
     def _is_as_laid_out(self) -> bool:
         """Whether groups hold the parameters for which everything was made."""
@@ -548,6 +548,11 @@ class Muon(torch.optim.Optimizer):
                         raise ValueError(
                             f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
                         )
+            modes = [group.get("weight_decay_mode") for group in self.param_groups]
+            if modes != self._decay_modes and self._is_as_laid_out():
+                check_scalings(self.param_groups, self._rounds, self._names, self._clipped)
+                self._scalings = scalings_of(self.param_groups, self._second_moments)
+                self._decay_modes = modes
             self._checked = described
             functions = [group.get(name) for group in self.param_groups for name in ("adjust_lr_fn", "orthogonalize")]
             self._has_functions = any(map(callable, functions))
@@ -615,7 +620,7 @@ class Muon(torch.optim.Optimizer):
                 dedicated.begin_update(outdated)
         asked, self._asked = self._asked, None
         record = None if asked is None else StepRecord()
-        step = Step(options, present, self._timer, record, self._done, self._row_moments)
+        step = Step(options, present, self._timer, record, self._done, self._scalings)
         if self._deferred is not None:
             self._deferred.begin(step)
         for round_ in self._schedule.drive(step):

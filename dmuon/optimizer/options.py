@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.kernels import check_storage, coefficient_sequence, storage_dtype, update_scale
+from dmuon.kernels import HALF, check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.layout.matrices import Strategy, team_size
 from dmuon.model.matrix_spec import flat_of, is_one_matrix
 from dmuon.platform.options import check_flag, is_integer, told_apart
@@ -28,17 +28,17 @@ STRATEGY = "strategy"  # the option of a group that has its own
 MUON_OPTIONS = (
     "lr", "weight_decay", "weight_decay_mode", "momentum", "momentum_dtype", "momentum_device", "nesterov",
     "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize", "second_moment", "second_moment_beta",
-    "adjust_lr_fn", "lr_multiplier",
+    "adjust_lr_fn", "lr_multiplier", "master_weights",
 )  # fmt: skip
-ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier")
-STATE_OPTIONS = ("second_moment", "momentum_dtype", "momentum_device")  # which say what state there is
+ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier", "master_weights")
+STATE_OPTIONS = ("second_moment", "momentum_dtype", "momentum_device", "master_weights")  # what state there is
 # Groups have these only where they are not as here: state dicts that are older than the options have the same keys.
 USUAL: Mapping[str, Any] = {
     "weight_decay_mode": "decoupled", "momentum_dtype": None, "momentum_device": None, "orthogonalize": None,
-    "second_moment": None, "second_moment_beta": 0.95, "lr_multiplier": 1.0,
+    "second_moment": None, "second_moment_beta": 0.95, "lr_multiplier": 1.0, "master_weights": False,
 }  # fmt: skip
 RARE = USUAL.keys() - {"lr_multiplier"}  # which who has groups of his own writes there
-DECAY_MODES = ("decoupled", "cautious", "independent", "l2")
+DECAY_MODES = ("decoupled", "cautious", "independent", "l2", "hyperball")
 MOST_NS_STEPS = 20
 
 _OF_THE_CONSTRUCTOR = (
@@ -61,7 +61,7 @@ _ELSEWHERE = told_apart(  # keys that groups of other libraries have, which woul
     ("num_heads split_sizes split_fn split_qkv qkv_split_shapes", "MatrixSpec, which a function select=… returns"),
     ("cautious_wd weight_decay_method", "weight_decay_mode=…, such as 'cautious'"),
     ("fraction rank_fraction rank_multiple_of ef_decay", "nothing: all of a matrix is orthogonalized"),
-    ("muon_beta2", "second_moment='row' and second_moment_beta=…"),
+    ("muon_beta2", "second_moment='row' or 'element', and second_moment_beta=…"),
     ("tp_mode", "strategy='owner', 'replicated' or 'sharded'"),
     ("backend use_triton use_syrk use_gram_newton_schulz ns_use_kernels", "nothing: the plan chooses kernels"),
 )
@@ -165,6 +165,7 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
         raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
     numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps", "lr_multiplier") if name in group}
     below_one: dict[str, Any] = {}
+    check_flag("master_weights", group.get("master_weights", False))
     if group["use_muon"]:
         full = {**USUAL, **group}
         below_one |= {name: full[name] for name in ("momentum", "second_moment_beta")}
@@ -205,8 +206,15 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
         raise ValueError(
             f"momentum_device must be 'cpu' or None (where the parameters are), got {group['momentum_device']!r}"
         )
-    if group["second_moment"] not in (None, "row"):
-        raise ValueError(f"second_moment must be 'row' (NorMuon) or None, got {group['second_moment']!r}")
+    if group["weight_decay_mode"] == "hyperball" and group["adjust_lr_fn"] != "match_rms_adamw":
+        raise ValueError(
+            f"adjust_lr_fn={group['adjust_lr_fn']!r} with weight_decay_mode='hyperball', by which lr is the part of "
+            "its norm that a weight moves, whatever its shape: leave adjust_lr_fn out"
+        )
+    if group["second_moment"] not in (None, "row", "element"):
+        raise ValueError(
+            f"second_moment must be 'row' (NorMuon), 'element' (AdaMuon) or None, got {group['second_moment']!r}"
+        )
     if not (group["orthogonalize"] is None or callable(group["orthogonalize"])):
         raise TypeError(f"orthogonalize must be a function or None, got {group['orthogonalize']!r}")
     if is_integer(group["ns_steps"]) and group["ns_steps"] > MOST_NS_STEPS:
@@ -218,6 +226,29 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
     if ns_dtype is not None:
         check_storage(coefficients, ns_dtype)
     update_scale(group["adjust_lr_fn"], (2, 2))
+
+
+def check_halves(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+    """Refuse to keep masters where no weight needs one, or where nothing says how they lie.
+
+    Args:
+        names: of the parameters, by ``id``.
+
+    Raises:
+        ValueError: by name, a parameter in the way.
+    """
+    params = [param for group in groups if group.get("master_weights") for param in group["params"]]
+    for param in params:
+        if flat_of(param) is not None:
+            raise ValueError(
+                f"master_weights for {names[id(param)]!r}, of which FSDP1 has a flat shard on each rank: use its "
+                "MixedPrecision, which keeps fp32 shards, or torch's fully_shard (FSDP2)"
+            )
+    if params and not any(param.dtype in HALF or isinstance(param, OwnedTensor) for param in params):
+        raise ValueError(
+            f"master_weights=True, and no parameter is in half precision, such as {names[id(params[0])]!r}, which is "
+            f"{params[0].dtype}: leave it out"
+        )
 
 
 def check_edited(groups: Sequence[Mapping[str, Any]]) -> None:

@@ -41,6 +41,7 @@ from dmuon.optimizer.groups import inside_ddp
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import current_backward, flattened_by_fsdp1, local_tensor, outside_compile
 from dmuon.step.batches import Batch
+from dmuon.step.half_weights import take_edits
 from dmuon.step.residency import Residency, part_like
 from dmuon.step.rounds import Round
 
@@ -287,7 +288,10 @@ class _Rows:
     def scale(self, factors: Tensor) -> None:
         if not self.param.requires_grad or not self.factors_of:
             return
-        batch, local = self.batch, local_tensor(self.param)
+        batch, weight = self.batch, local_tensor(self.param)
+        local = weight if batch is None else batch.masters.get(id(self.param), weight)
+        if local is not weight:  # of which the step updates nothing if it has no gradient
+            take_edits([local], [weight])
         factors = factors.to(local.device, torch.promote_types(local.dtype, torch.float32))
         matrices = [local] if batch is None else batch.split([local])
         for number, index in self.factors_of:
@@ -295,6 +299,8 @@ class _Rows:
             matrices[number].mul_(of_rows if batch is None else of_rows.unsqueeze(0 if batch.transposed else 1))
         if batch is not None:
             batch.put([local], matrices)
+        if local is not weight:
+            weight.copy_(local)
 
 
 def _factors_of(batch: Batch, part: Tensor) -> list[tuple[int, Tensor]]:

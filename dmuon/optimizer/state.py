@@ -23,21 +23,24 @@ from dmuon.optimizer.options import RARE, STRATEGY, check_options
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.adamw import MOMENTS, as_step, new_adamw_state
-from dmuon.step.residency import MOMENTUM, ROW_MOMENT, Residency, laid_out, misfit, needs_gather
+from dmuon.step.adamw import MOMENTS, as_step, moments_dtype, new_adamw_state
+from dmuon.step.half_weights import MASTER, has_master, new_master
+from dmuon.step.residency import MATRIX_STATE, MOMENTUM, Residency, laid_out, like_param, misfit, needs_gather
+from dmuon.step.scaling import Scaling
 
 _log = logger(__name__)
 
 _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by parameter
+_OF_MUON = (*MATRIX_STATE, MASTER)
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """The momentum of one parameter, or the second moment of its rows.
+    """The momentum of one parameter, the second moment of its updates, or its master.
 
     Attributes:
         key: in the state.
-        like: has its shape and layout: the parameter, or what is shown of such a moment.
+        like: has its shape and layout: the parameter, or what is shown of such a moment or master.
         name: of the parameter, quoted.
         local: this rank's part, shaped as the local tensor. Without elements if it has none. On the meta device as long
             as a frozen parameter has none.
@@ -69,6 +72,14 @@ class _Row:
     def make_room(self) -> None:
         if self.local.is_meta:
             self.local = torch.zeros_like(self.local, device=local_tensor(self.param).device)
+            self.begin()
+
+    def begin(self) -> None:
+        """As it is where no state says otherwise."""
+        if self.key == MASTER:
+            self.local.copy_(local_tensor(self.param))
+        else:
+            self.local.zero_()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +104,7 @@ class _Item:
 
 
 def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
-    """Make each value the momentum of its row, or zeros if there is none. Collective where a layout differs.
+    """Make each value the momentum of its row, or begin that if there is none. Collective where a layout differs.
 
     Raises:
         ValueError: one has another shape.
@@ -111,7 +122,7 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
         if value is not None or row.is_trained:
             row.make_room()
         if value is None:
-            row.local.zero_()
+            row.begin()
             continue
         part = row.residency.part_of(row.like, value, row.name)
         if part.numel():
@@ -126,8 +137,8 @@ class Momentum:
     optimizer, so that dropping an optimizer frees its memory at once.
 
     Attributes:
-        shown: by ``id`` of the parameter, or of what is ``like`` a second moment, what ``state`` shows. Its version
-            counts the edits of the momentum.
+        shown: by ``id`` of the parameter, or of what is ``like`` a second moment or a master, what ``state`` shows. Its
+            version counts the edits of the momentum.
         replaced: what :meth:`check` has found, and :meth:`adopt` has not taken over yet.
     """
 
@@ -137,6 +148,7 @@ class Momentum:
         self._names: Mapping[int, str] = {}
         self.replaced: list[tuple[_Row, Tensor | None]] = []
         self._residencies: list[Residency] = []
+        self._loaded: dict[Tensor, dict[str, Any]] = {}  # state of AdamW that is wider than its parameter
 
     def lay_out(
         self,
@@ -144,7 +156,8 @@ class Momentum:
         params: Iterable[Tensor],
         names: Mapping[int, str],
         stacked: Mapping[int, Tensor],
-        of_rows: Mapping[int, Tensor],
+        second_moments: Mapping[int, Scaling],
+        masters: Mapping[int, Tensor],
         dtypes: Mapping[int, torch.dtype | None],
         state: _State,
     ) -> None:
@@ -154,10 +167,12 @@ class Momentum:
             params: of Muon, in the order of the groups, which is the same on all ranks.
             names: by ``id`` of the parameter.
             stacked: by ``id``, this rank's momentum, for all parameters of which it has any.
-            of_rows: by ``id``, this rank's second moment of rows, for all parameters that have one.
+            second_moments: by number of the group, if it has them.
+            masters: by ``id``, this rank's, for all parameters that have one.
             dtypes: by ``id``, of the momentum; None is fp32 or wider.
         """
         residency_of = {id(param): residency for residency in residencies for param in residency.params}
+        moments = {i: (one.key, moment) for one in second_moments.values() for i, moment in one.moments.items()}
         rows: list[_Row] = []
         kept: list[tuple[_Row, Tensor | None]] = []
         for param in params:
@@ -168,9 +183,12 @@ class Momentum:
                 local = local.new_empty(local.shape, dtype=dtype, device="meta")
             name, residency = repr(names[id(param)]), residency_of[id(param)]
             of_param = [_Row(param, name, residency, local, MOMENTUM, param)]
-            if id(param) in of_rows:
-                local = of_rows[id(param)]
-                of_param.append(_Row(param, name, residency, local, ROW_MOMENT, residency.shown_rows(param, local)))
+            if id(param) in moments:
+                key, local = moments[id(param)]
+                of_param.append(_Row(param, name, residency, local, key, residency.shown_moment(param, local, key)))
+            if id(param) in masters:
+                local = masters[id(param)]
+                of_param.append(_Row(param, name, residency, local, MASTER, like_param(param, local)))
             for row in of_param:
                 if row.is_trained:
                     row.make_room()
@@ -229,7 +247,7 @@ class Momentum:
         held = [optimizer.state.get(param) for param in params]
         state = {i: dict(values) for i, values in enumerate(held) if values is not None}
         for i, values in state.items():
-            for key in (MOMENTUM, ROW_MOMENT):
+            for key in _OF_MUON:
                 if key in values:  # a copy of the optimizer that took no step yet has no residency
                     row, value = rows.get((id(params[i]), key)), values[key]
                     values[key] = value.clone() if row is None else row.residency.saved(row.like, value)
@@ -252,25 +270,28 @@ class Momentum:
         pairs = list(zip(saved_groups, optimizer.param_groups, strict=False))
         keys = {id(p): key for s, g in pairs for key, p in zip(s["params"], g["params"], strict=True)}
         loads = [(row, keys[id(row.param)]) for row in self._rows if id(row.param) in keys]
-        others = [p for _, group in pairs if not group["use_muon"] for p in group["params"]]
+        others = [(p, group) for _, group in pairs if not group["use_muon"] for p in group["params"]]
         saved = {key: state_dict["state"].get(key, {}) for key in keys.values()}
         values = [saved[key].get(row.key) for row, key in loads]
         items = [_Item(row.param, row.like, row.what, v) for (row, _), v in zip(loads, values, strict=True)]
-        for param in others:
+        for param, _ in others:
             of_param = saved[keys[id(param)]]
             where = f"of {self._names[id(param)]!r} in the saved state"
-            items += [_Item(param, param, f"{key} {where}", of_param.get(key)) for key in MOMENTS]
+            items += [_Item(param, param, f"{key} {where}", of_param.get(key)) for key in (*MOMENTS, MASTER)]
         self._require_loadable(fault, items)
         state = dict(state_dict["state"])
         _store([(row, value) for (row, _), value in zip(loads, values, strict=True)])
-        for param in others:
+        for param, group in others:
             key = keys[id(param)]
-            of_param = adamw_state(saved[key], param, optimizer.state.get(param, {}), repr(self._names[id(param)]))
+            present, name = optimizer.state.get(param, {}), repr(self._names[id(param)])
+            of_param = adamw_state(saved[key], param, present, name, group)
             state[key] = of_param
             if of_param is None:
                 del state[key]
+            elif has_master(group, param):
+                self._loaded[param] = {name: of_param.pop(name) for name in (*MOMENTS, MASTER)}
         for (row, key), value in zip(loads, values, strict=True):
-            kept = {n: v for n, v in state.pop(key, {}).items() if n not in (MOMENTUM, ROW_MOMENT, *_ADAMW_STATE)}
+            kept = {n: v for n, v in state.pop(key, {}).items() if n not in (*_OF_MUON, *_ADAMW_STATE)}
             if value is None and not row.is_trained:
                 self.shown.pop(id(row.like), None)
             else:
@@ -282,7 +303,10 @@ class Momentum:
         return {**state_dict, "state": state, "param_groups": groups}
 
     def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Show the momentum again: a load has made a new state."""
+        """Show the momentum again: a load has made a new state, of which all had the dtype of the parameters."""
+        for param, values in self._loaded.items():
+            optimizer.state[param].update(values)
+        self._loaded.clear()
         for row in self._rows:
             shown = self.shown.get(id(row.like))
             if shown is row.local:
@@ -392,7 +416,7 @@ def _state_fault(state: Mapping[str, Any]) -> str | None:
     return None
 
 
-_OWN = ("momentum_dtype", "momentum_device", "orthogonalize", STRATEGY)  # what no load changes
+_OWN = ("momentum_dtype", "momentum_device", "orthogonalize", "master_weights", STRATEGY)  # what no load changes
 _FUNCTION, _DTYPE = "function ", "torch."  # how a saved text begins that stands for one
 
 
@@ -430,7 +454,7 @@ def savable(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adamw_state(
-    saved: Mapping[str, Any], param: Tensor, present: Mapping[str, Any], name: str
+    saved: Mapping[str, Any], param: Tensor, present: Mapping[str, Any], name: str, group: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The state that ``param`` gets of ``saved``, laid out as it lies; None if that has none and it needs none.
 
@@ -440,14 +464,22 @@ def adamw_state(
     Args:
         present: its state before, which may be what is loaded, filled in place.
         name: of ``param``, quoted.
+        group: of ``param``.
     """
     if saved.get("step") is None:
-        return {**saved, **new_adamw_state(param)} if param.requires_grad else None  # what is frozen gets no state
+        return {**saved, **new_adamw_state(param, group)} if param.requires_grad else None  # the frozen get no state
     state = {**saved, "step": as_step(saved["step"], param)}
     state.pop(MOMENTUM, None)
-    for key in MOMENTS:
+    dtypes = dict.fromkeys(MOMENTS, moments_dtype(param, group))
+    has_saved = state.pop(MASTER, None) is not None
+    if has_master(group, param):
+        if has_saved:
+            dtypes[MASTER] = torch.float32
+        else:
+            state[MASTER] = like_param(param, new_master(param))
+    for key, dtype in dtypes.items():
         value = saved[key]
-        state[key] = laid_out(param, value, f"{key} of {name}", gathering=True)
+        state[key] = laid_out(param, value, f"{key} of {name}", gathering=True, dtype=dtype)
         if value is not present.get(key) and local_tensor(value).data_ptr() == local_tensor(state[key]).data_ptr():
             state[key] = state[key].clone()
     return state
@@ -456,11 +488,14 @@ def adamw_state(
 def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Forget what parameters have from a group of the other route, and begin the state of AdamW's."""
     for param in group["params"]:
-        for name in _ADAMW_STATE if group["use_muon"] else (MOMENTUM, ROW_MOMENT):
+        for name in _ADAMW_STATE if group["use_muon"] else MATRIX_STATE:
             if param in state:
                 state[param].pop(name, None)
-        if not group["use_muon"] and param.requires_grad and not state.get(param):
-            state[param].update(new_adamw_state(param))
+        values = state.get(param, {})
+        if not has_master(group, param):
+            values.pop(MASTER, None)
+        if not group["use_muon"] and param.requires_grad and values.keys() <= {MASTER}:
+            state[param] = {**new_adamw_state(param, group), **values}
 
 
 # -- copies of optimizers whose parameters one process has to itself ---------------------------------------------------
@@ -525,6 +560,6 @@ def origin_of_copy(copied: Mapping[str, Any]) -> Origin:
 def copyable_state(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
     """``state`` with moments that stand alone: each view would be pickled with the whole stack that it shows."""
     return {
-        param: {name: value.clone() if name in (MOMENTUM, ROW_MOMENT) else value for name, value in values.items()}
+        param: {name: value.clone() if name in MATRIX_STATE else value for name, value in values.items()}
         for param, values in state.items()
     }

@@ -15,6 +15,7 @@ from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.buffer import Spans
 from dmuon.layout.messages import Message, parcel_messages, region_messages
 from dmuon.optimizer.muon import Muon
+from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import make_batches
 from dmuon.step.rounds import ExchangedRound
 from dmuon.step.sharded import ShardedRound, variant_of
@@ -100,6 +101,16 @@ def expected_memory(runtime: Runtime) -> Memory:
             standins += sum(sizes_here) - sizes_here[comm.at.r]
     masters = sum(part.numel * e.master.element_size() for e in runtime.matrices() for part in e.mine)
     return Memory(masters, standins, outgoing, kept, 0 if kept else sum(ahead), max(sizes, default=0))
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of an optimizer's state on this rank, by key, such as ``momentum_buffer``; without counts of steps."""
+    found: Counter[str] = Counter()
+    for values in optimizer.state.values():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                found[key] += local_tensor(value).nbytes
+    return dict(found)
 
 
 def expected_traffic(

@@ -25,7 +25,7 @@ from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
 from dmuon.optimizer.notices import taken_whole
 from dmuon.platform.options import check_integer
-from dmuon.report.accounting import expected_memory, expected_traffic
+from dmuon.report.accounting import expected_memory, expected_traffic, state_bytes
 from dmuon.report.matrices import MatrixRow, RankSums, is_laid_out, matrix_rows, rank_sums
 from dmuon.step.update import name_of
 
@@ -73,7 +73,9 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
     if optimizer is not None:
         taken = taken_whole(optimizer._residencies)
         lines += ["", "warnings", *(f"  {line}" for line in taken)] if taken else []
-        lines += ["", *_newton_schulz(optimizer), *_last_step(optimizer)]
+        state = (f"{key} {mib(nbytes)}" for key, nbytes in state_bytes(optimizer).items())
+        lines += ["", f"state on this rank: {', '.join(state) or 'none'}"]
+        lines += [*_newton_schulz(optimizer), *_last_step(optimizer)]
     return "\n".join(lines)
 
 

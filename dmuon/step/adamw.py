@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dmuon.platform.torch_private import local_tensor, share_spec
-from dmuon.step.residency import laid_out
+from dmuon.step.half_weights import MASTER, has_master, new_master, take_edits
+from dmuon.step.residency import laid_out, like_param
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -20,10 +21,19 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _Row = Sequence[Tensor]  # local: parameter, gradient, both moments, step
 
 
-def new_adamw_state(param: Tensor) -> dict[str, Tensor]:
-    """``step`` (0-D fp32 on the parameter's device), ``exp_avg`` and ``exp_avg_sq`` (as ``param``)."""
-    zeros = {name: torch.zeros_like(param, memory_format=torch.preserve_format) for name in MOMENTS}
-    return {"step": as_step(0.0, param), **zeros}
+def new_adamw_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """``step`` (0-D fp32 on the parameter's device), ``exp_avg`` and ``exp_avg_sq``; perhaps a master."""
+    zeros = {
+        name: torch.zeros_like(param, dtype=moments_dtype(param, group), memory_format=torch.preserve_format)
+        for name in MOMENTS
+    }
+    masters = {MASTER: like_param(param, new_master(param))} if has_master(group, param) else {}
+    return {"step": as_step(0.0, param), **zeros, **masters}
+
+
+def moments_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    """That of what is updated."""
+    return torch.float32 if has_master(group, param) else param.dtype
 
 
 def as_step(value: Any, param: Tensor) -> Tensor:
@@ -41,11 +51,13 @@ class AdamWUpdate:
 
     Attributes:
         rows: what the kernel walks.
+        halves: the same of parameters that are updated by masters, and the masters; their gradients are as they came.
         scattered: parameters with gaps between their elements, and what is updated in their place.
     """
 
     group: Mapping[str, Any]
     rows: list[_Row] = field(default_factory=list)
+    halves: list[tuple[_Row, Tensor]] = field(default_factory=list)
     scattered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -69,7 +81,10 @@ class AdamWUpdate:
                 continue
             values = state[param]
             if not values:
-                values.update(new_adamw_state(param))
+                values.update(new_adamw_state(param, group))
+            if has_master(group, param):
+                update._lay_half(param, values, repr(names[id(param)]))
+                continue
             row = _row_as_it_is(param, values)
             if row is None:
                 row = update._laid_row(param, values, repr(names[id(param)]))
@@ -85,11 +100,38 @@ class AdamWUpdate:
             self.scattered.append((local_tensor(param), local_tensor(dense)))
         return [local_tensor(t) for t in (dense, grad, *(values[key] for key in MOMENTS), values["step"])]
 
+    def _lay_half(self, param: Tensor, values: MutableMapping[str, Any], name: str) -> None:
+        for key in MOMENTS:
+            values[key] = laid_out(param, values.get(key), f"{key} of {name}", dtype=torch.float32)
+        if values.get(MASTER) is None:
+            values[MASTER] = like_param(param, new_master(param))
+        values[MASTER] = laid_out(param, values[MASTER], f"{MASTER} of {name}", dtype=torch.float32)
+        step = values.get("step", 0.0)
+        if (
+            not isinstance(step, Tensor)
+            or (step.shape, step.dtype) != ((), torch.float32)
+            or step.device != param.device
+        ):
+            values["step"] = as_step(step, param)
+        assert param.grad is not None, "it is updated"
+        grad = laid_out(param, param.grad, f"gradient of {name}", dtype=param.grad.dtype)
+        row = [local_tensor(t) for t in (param, grad, *(values[key] for key in MOMENTS), values["step"])]
+        self.halves.append((row, local_tensor(values[MASTER])))
+
     @torch.no_grad()
     def run(self) -> None:
         """Update parameters and state."""
-        if self.rows:
-            params, grads, averages, squares, steps = map(list, zip(*self.rows, strict=True))
+        self._run(self.rows)
+        for (weight, grad, *state), master in self.halves:  # one by one, as gradients are copied
+            take_edits([master], [weight])
+            self._run([[master, grad.to(master.dtype), *state]])
+            weight.copy_(master)
+        for param, dense in self.scattered:
+            param.copy_(dense)
+
+    def _run(self, rows: Sequence[_Row]) -> None:
+        if rows:
+            params, grads, averages, squares, steps = map(list, zip(*rows, strict=True))
             beta1, beta2 = self.group["betas"]
             lr = self.group["lr"]
             if "lr_multiplier" in self.group:
@@ -110,8 +152,6 @@ class AdamWUpdate:
                 eps=self.group["eps"],
                 maximize=False,
             )
-        for param, dense in self.scattered:
-            param.copy_(dense)
 
 
 def _row_as_it_is(param: Tensor, values: Mapping[str, Any]) -> _Row | None:

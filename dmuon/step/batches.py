@@ -13,6 +13,7 @@ from dmuon.kernels import streams_of
 from dmuon.layout.matrices import Parcel, Region
 from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import local_tensor
+from dmuon.step.half_weights import take_edits
 
 _SMALL_PART = 2**16  # elements: what is elementwise takes less time than to start it
 
@@ -100,6 +101,7 @@ class Batch:
         is_copied: :meth:`momentum` is a copy: it is stored otherwise than it is folded, or as no view of one tensor.
         is_rounded: it is stored in another dtype.
         is_moved: it is stored on another device, the host.
+        masters: by ``id`` of the parameter, of all that have one, this rank's part, shaped as the local tensor.
     """
 
     params: list[Tensor]
@@ -121,6 +123,7 @@ class Batch:
     is_copied: bool = field(init=False)
     is_rounded: bool = field(init=False)
     is_moved: bool = field(init=False)
+    masters: Mapping[int, Tensor] = field(init=False)
     _fetched: _Fetched | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -136,6 +139,7 @@ class Batch:
         self.is_rounded = self.momenta[0].dtype != self.dtype
         self.is_moved = self.momenta[0].device != self.device
         self.is_copied = self.stacked is None or self.is_rounded or self.is_moved
+        self.masters = {}
         self._fetched = None
 
     def gradients(self, start: int, end: int, decay: float = 0.0) -> list[Tensor]:
@@ -148,7 +152,13 @@ class Batch:
         for param in self.params[start:end]:
             grad = param.grad
             grad = local_tensor(torch.zeros_like(param) if grad is None else grad)
-            grads.append(grad if not decay else grad.to(self.dtype) + decay * local_tensor(param).detach())
+            if decay:
+                weight = local_tensor(param).detach()
+                if (master := self.masters.get(id(param))) is not None:
+                    take_edits([master], [weight])
+                    weight = master
+                grad = grad.to(self.dtype) + decay * weight
+            grads.append(grad)
         return grads if self.region is None else self.split(grads)
 
     def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from dmuon.kernels import carrier_dtype, normalized_momentum
 from dmuon.step.batches import Bundle, SharedBatch
 from dmuon.step.replicated import ReplicatedRound
 from dmuon.step.rounds import Step, WholeNorms
-from dmuon.step.update import Numerics, with_zeros
+from dmuon.step.update import Numerics, kernel_of, with_zeros
 
 
 class FullReplicationRound(ReplicatedRound):
@@ -77,7 +77,8 @@ class FullReplicationRound(ReplicatedRound):
         group, batch = step.options[self.index], self.batches[number]
         assert self.momenta is not None, "the same step has gathered them"
         kept = self.momenta[number]
-        kernel = partial(normalized_momentum, beta=group["momentum"], nesterov=group["nesterov"], eps=group["eps"])
+        kernel = partial(kernel_of(group, normalized_momentum), eps=group["eps"])
+        kernel = partial(kernel, beta=group["momentum"], nesterov=group["nesterov"])
         runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
         found, norms_of_runs = [], []
         for start, end in runs:

@@ -15,7 +15,7 @@ from dmuon.platform.streams import PhaseTimer, Stream
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.rounds import AloneRound
-from dmuon.step.update import Done, fold, numerics_of, orthogonalize, trial_of
+from dmuon.step.update import Done, fold, kernel_of, numerics_of, orthogonalize, trial_of
 
 _OPTIONS = (
     "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize", "weight_decay_mode",
@@ -112,7 +112,7 @@ class EarlyUpdates:
             numerics, matrices = numerics_of(group, batch.dtype, batch.device), batch.split(parts)
             copy = batch.momentum(0, len(batch.params)).clone(memory_format=torch.contiguous_format)
             with self._timer.phase("momentum"):
-                x, norms = normalized_momentum(
+                x, norms = kernel_of(group, normalized_momentum)(
                     matrices,
                     copy,
                     beta=group["momentum"],

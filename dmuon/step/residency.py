@@ -23,7 +23,9 @@ from dmuon.layout.topology import position_in
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import contiguous_strides, lies_evenly, local_tensor, share_spec, spec_like
 from dmuon.solver import unmeasured_batch
+from dmuon.step.adamuon import ElementMoments
 from dmuon.step.batches import Batch, Task, make_batches
+from dmuon.step.normuon import RowMoments
 from dmuon.step.rounds import AloneRound, Round
 
 
@@ -43,7 +45,7 @@ class Sharing:
 
 Options = Callable[[Sequence[int]], list[tuple[str, str]]]  # of some groups, by name
 MOMENTUM = "momentum_buffer"  # in the optimizer's state
-ROW_MOMENT = "row_second_moment"
+MATRIX_STATE = (MOMENTUM, RowMoments.key, ElementMoments.key)
 
 
 class Residency(ABC):
@@ -107,13 +109,16 @@ class Residency(ABC):
         """``local``, this rank's momentum of ``param``, as the optimizer's state shows it; shares its storage."""
         return like_param(param, local)
 
-    def shown_rows(self, param: Tensor, local: Tensor) -> Tensor:
-        """``local``, this rank's second moment of the rows of ``param``, as the optimizer's state shows it.
+    def shown_moment(self, param: Tensor, local: Tensor, key: str) -> Tensor:
+        """``local``, this rank's second moment of the updates of ``param``, as the optimizer's state shows it.
 
         It stands for ``param`` in :meth:`shown`, :meth:`saved` and :meth:`part_of` of such moments.
+
+        Args:
+            key: of that in the state, which says whether it has one number for each output or for each element.
         """
-        if not isinstance(param, DTensor):
-            return local
+        if key != RowMoments.key or not isinstance(param, DTensor):
+            return like_param(param, local)
         shape = spec_of(param).with_one_input(param.shape)
         placements = placed_with_one_input(param.shape, shape, param.placements)
         strides = contiguous_strides(torch.Size(shape))
@@ -294,7 +299,9 @@ def misfit(param: Tensor, local: Tensor | None, value: Any) -> str | None:
     return f"is {what}, not a dense tensor of shape {tuple(param.shape)} for {param.dtype}"
 
 
-def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -> Tensor:
+def laid_out(
+    param: Tensor, value: Any, name: str, *, gathering: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
     """This rank's part of ``value``, a gradient or moment of ``param``, which has its elements in the same order.
 
     Kernels that are elementwise walk both, and check neither sizes nor strides. It has no gaps, shares the storage of
@@ -303,6 +310,7 @@ def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -
     Args:
         name: of ``value``, for errors.
         gathering: all ranks call this for a DTensor that lies otherwise.
+        dtype: of the result; None is the parameter's.
 
     Raises:
         ValueError: it cannot be the parameter's, or is such a DTensor and nobody gathers it.
@@ -318,8 +326,8 @@ def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -
         )
     part = part_like(param, value.detach(), name)
     strides = torch.empty_like(local, device="meta").stride()
-    if (part.device, part.dtype, part.stride()) != (local.device, local.dtype, strides):
-        part = torch.empty_like(local).copy_(part)
+    if (part.device, part.dtype, part.stride()) != (local.device, dtype or local.dtype, strides):
+        part = torch.empty_like(local, dtype=dtype).copy_(part)
     return like_param(param, part)
 
 

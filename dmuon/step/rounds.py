@@ -35,8 +35,18 @@ from dmuon.kernels import (
 from dmuon.layout.matrices import Parcel, Strategy
 from dmuon.platform.streams import PhaseTimer, Stream
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
-from dmuon.step.row_moments import RowMoments
-from dmuon.step.update import Done, Numerics, StepRecord, apply, fold, numerics_of, orthogonalize, with_zeros
+from dmuon.step.scaling import Arrived, Scaling, scale
+from dmuon.step.update import (
+    Done,
+    Numerics,
+    StepRecord,
+    apply,
+    fold,
+    kernel_of,
+    numerics_of,
+    orthogonalize,
+    with_zeros,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +58,7 @@ class Step:
         present: ids of the parameters of which some rank has a gradient.
         record: is told of every update.
         done: what was orthogonalized here so far.
-        row_moments: of groups with ``second_moment``, which scale updates that have arrived.
+        scalings: by number of the group, what is made of updates that have arrived.
     """
 
     options: Sequence[Mapping[str, Any]]
@@ -56,7 +66,7 @@ class Step:
     timer: PhaseTimer
     record: StepRecord | None = None
     done: list[Done] = field(default_factory=list)
-    row_moments: RowMoments | None = None
+    scalings: Mapping[int, Sequence[Scaling]] = field(default_factory=dict)
 
 
 class Round(ABC):
@@ -68,7 +78,7 @@ class Round(ABC):
         exchanged: something travels.
         queue: rounds of one domain, which are counted on their own when the next ones start ahead.
         knows_shapes: those of whole matrices, by which the batches' learning rates are scaled.
-        scales_rows: it lets ``row_moments`` scale updates before they are applied.
+        scales: it lets ``scalings`` replace updates before they are applied.
     """
 
     index: int
@@ -76,7 +86,7 @@ class Round(ABC):
     exchanged: bool
     queue: int = 0
     knows_shapes: bool = True
-    scales_rows: bool = False
+    scales: bool = False
 
     @property
     def folded(self) -> Iterable[Batch]:
@@ -103,7 +113,7 @@ class AloneRound(Round):
     """
 
     exchanged = False
-    scales_rows = True
+    scales = True
 
     def __init__(self, index: int, batch: Batch) -> None:
         self.index = index
@@ -124,8 +134,11 @@ class AloneRound(Round):
                 del x
         for run_of, update, done in updates:
             step.done.append(done)
-            if step.row_moments is not None and group["second_moment"] is not None:
-                update = step.row_moments.scale_wholes(group, batch, run_of, update)
+            if self.index in step.scalings:
+                arrived = Arrived(batch, update, run_of, [run_of])
+                scale(step.scalings[self.index], group, [arrived])
+                assert arrived.update is not None
+                update = arrived.update
             apply(group, batch, run_of, update, step.timer, record=step.record)
         return iter(())
 
@@ -189,7 +202,7 @@ class ExchangedRound(Round):
         joins_norms: also where that saves no bytes, since no rank has a whole matrix.
     """
 
-    scales_rows = True
+    scales = True
     has_owners = True
     joins_norms = False
     orthogonalize: Callable[..., tuple[Tensor, Done]] = staticmethod(orthogonalize)
@@ -275,18 +288,18 @@ class ExchangedRound(Round):
             arriving: Redistribution | Copying
             arriving = Redistribution(self._after, whole, like, f"scatter of {self._what}")
         del whole
-        scales_rows = step.row_moments is not None and group["second_moment"] is not None
-        if (self.copies.needed or scales_rows) and self._after.travels:
+        scales = self.index in step.scalings
+        if (self.copies.needed or scales) and self._after.travels:
             yield False
         if self.copies.needed:
             with timer.phase("exchange"):
                 arriving = Copying(self.copies, arriving.wait(), like, f"copies of {self._what}")
-        if scales_rows:  # with collectives of its own, which have one order only if they come before the last stop
+        if scales:  # with collectives of its own, which have one order only if they come before the last stop
             with timer.phase("exchange"):
-                updates = self._with_scaled_rows(step, arriving.wait())
+                updates = self._scaled(step, arriving.wait())
         yield True
 
-        if not scales_rows:
+        if not scales:
             with timer.phase("exchange"):
                 updates = arriving.wait()
         del arriving
@@ -313,12 +326,13 @@ class ExchangedRound(Round):
             found = fold(group, batch, runs, momentum_update)
         else:
             of_bundle, found = torch.cat([norms[i] for i in bundle.numbers]), []
-            kernel = partial(normalized_update, beta=group["momentum"], nesterov=group["nesterov"])
+            options = {"beta": group["momentum"], "nesterov": group["nesterov"]}
+            kernel = partial(kernel_of(group, normalized_update), **options)
             for start, end in runs:  # gradients are in momentum already, unless that is rounded
                 rows = of_bundle[start * batch.each : end * batch.each]
                 grads, momentum = batch.gradients(start, end, group["l2"]), batch.momentum(start, end)
                 if batch.is_rounded:
-                    momentum_norms(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"])
+                    kernel_of(group, momentum_norms)(grads, momentum, **options)
                     batch.put_momentum(start, end, momentum)
                 found.append(kernel(grads, momentum, rows, storage=numerics.storage, eps=group["eps"]))
         if runs is not batch.whole:
@@ -336,14 +350,18 @@ class ExchangedRound(Round):
             return normalized(x, storage=numerics.storage, eps=step.options[self.index]["eps"])
         return x.to(carrier_dtype(x.device, numerics.storage)), norms[number]
 
-    def _with_scaled_rows(self, step: Step, updates: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _scaled(self, step: Step, updates: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """By number of the batch, as ``updates`` are, or by that of the first one of several that are one tensor."""
         parts: dict[int, Tensor] = {}
         for bundle in self.bundles:
             arrived = torch.cat([updates[i] for i in bundle.numbers if i in updates])
             parts |= zip(bundle.numbers, arrived.split(bundle.counts), strict=True)
-        assert step.row_moments is not None
-        return step.row_moments.scale_parts(step.options[self.index], self.batches, parts, step.present)
+        every = [
+            Arrived(batch, parts.get(i), (0, len(batch.params)), batch.runs(step.present))
+            for i, batch in enumerate(self.batches)
+        ]
+        scale(step.scalings[self.index], step.options[self.index], every, self.domain)
+        return {i: one.update for i, one in enumerate(every) if one.update is not None}
 
     @cached_property
     def copies(self) -> Copies:

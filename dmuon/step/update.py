@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -25,7 +25,9 @@ from dmuon.kernels import (
 )
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
+from dmuon.step.adamuon import of_signs
 from dmuon.step.batches import Batch
+from dmuon.step.half_weights import take_edits
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -87,6 +89,11 @@ def _numerics(
     return Numerics(coefficient_sequence(coefficients, steps), storage, halved)
 
 
+def kernel_of(group: Mapping[str, Any], kernel: Callable[..., _T]) -> Callable[..., _T]:
+    """A pass over gradients and momentum, as a group has it: AdaMuon takes signs."""
+    return partial(of_signs, kernel) if group["second_moment"] == "element" else kernel
+
+
 def fold(
     group: Mapping[str, Any],
     batch: Batch,
@@ -107,6 +114,7 @@ def fold(
         What the kernel makes of each run.
     """
     found = []
+    kernel = kernel_of(group, kernel)
     for start, end in runs:
         momentum = batch.momentum(start, end)
         grads = batch.gradients(start, end, group["l2"])
@@ -198,9 +206,15 @@ def apply(
         for param in batch.params[start:end]:
             local = local_tensor(param)
             weights.append(local if type(local) in _PLAIN else local.detach())
-        matrices = weights if batch.region is None else batch.split(weights)
+        stored = matrices = weights if batch.region is None else batch.split(weights)
+        masters: list[Tensor] = []
+        if batch.masters and id(batch.params[start]) in batch.masters:  # or wider weights, which are their own
+            masters = [batch.masters[id(param)] for param in batch.params[start:end]]
+            matrices = batch.split(masters)
+            take_edits(matrices, stored)
         if scale is None:
-            scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
+            on_sphere = group["weight_decay_mode"] == "hyperball"
+            scale = 1.0 if on_sphere else update_scale(group["adjust_lr_fn"], batch.scaled_shape)
         lr, decay, factor = group["lr"], group["weight_decay"], scale
         if group["weight_decay_mode"] != "decoupled":
             if group["weight_decay_mode"] == "independent":
@@ -210,8 +224,11 @@ def apply(
                     _decay_where_update_does(matrices, update, lr * decay)
                 decay = 0.0
         apply_update_(matrices, update, lr=lr, weight_decay=decay, scale=factor)
+        if masters:
+            batch.put(masters, matrices)
+            torch._foreach_copy_(stored, matrices)
         if batch.region is not None:
-            batch.put(weights, matrices)
+            batch.put(weights, stored)
         if record is not None:
             stacks = [update] if isinstance(update, Tensor) else update
             parts = [part for stack in stacks for part in stack.unbind(0)]

@@ -1,4 +1,4 @@
-"""The bench of exchanges runs end to end; its record can be printed again, and says where it comes from."""
+"""The benches of steps run end to end; their records can be printed again, and say where they come from."""
 
 from __future__ import annotations
 
@@ -33,17 +33,20 @@ def test_all_modes_agree_with_each_other_and_with_a_single_process(bench: Module
     assert ran.returncode == 0, ran.stderr
     result = json.loads(out.read_text())
     programs = result["programs"]
-    assert list(programs) == [*bench.SWEEPS["modes"], bench.GATHER, bench.DEDICATED, bench.ADAMW]
+    assert list(programs) == [*bench.MODES, bench.GATHER, bench.DEDICATED, bench.ADAMW]
     assert all(name in ran.stdout for name in programs)
     assert str(tmp_path) not in out.read_text(), "the command has the place of the record"
     assert {"command", "commit", "date", "machine", "versions", "seconds", "settings"} <= result.keys()
     again = subprocess.run([*command[:2], "--read", str(out)], env=environment, capture_output=True, text=True)
     assert again.stdout == ran.stdout
-    for name in bench.SWEEPS["modes"]:
+    for name in bench.MODES:
         row = programs[name]
         assert row["equal"], f"{name}: {row}"
     for name, row in programs.items():
         assert row["error"] < 1e-4, f"{name}: {row['error']} from a single process"
+    saved = result["saved"]["prefetching, owners together"]
+    before, after = (programs[f"exchanged async {prefetch}"]["step()"] for prefetch in (0, 1))
+    assert saved["published"] == "20-40%" and saved["step()"] == pytest.approx(1 - after / before)
     in_flight = [programs[f"exchanged in turn {prefetch}"]["in flight"] for prefetch in range(4)]
     assert in_flight == sorted(in_flight) and in_flight[0] < in_flight[1], in_flight
 
@@ -57,7 +60,18 @@ def test_a_slower_loopback_is_refused_where_the_tools_are_missing(
     assert "needs unshare, ip, tc" in capsys.readouterr().err
 
 
-def test_a_sweep_that_is_not_known_is_an_error(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(["--sweep", "everything"])
-    assert "--sweep must be one of modes, small" in capsys.readouterr().err
+@pytest.mark.slow
+def test_the_ablation_says_what_parts_save_on_several_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    options = ["--programs", "ablation", "--worlds", "1,2", *TINY, "--rounds", "1", "--warmup", "0", "--costs", "flops"]
+    command = [sys.executable, str(BENCH / "step.py"), *options, "--json", str(out)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
+    assert ran.returncode == 0, ran.stderr
+    record = json.loads(out.read_text())
+    assert record["worlds"].keys() == {"1", "2"} and "times the baseline, by ranks" in ran.stdout
+    for world, found in record["worlds"].items():
+        for name, row in found["programs"].items():
+            assert row["error"] < 1e-4, f"{name} on {world} ranks"
+            assert row["step"] == pytest.approx(row["ideal"] + row["sent"] + row["rest"])
+        saved = record["saved"][f"{world} ranks, exposed CPU"]
+        assert saved["owners"]["times"] == pytest.approx(saved["sequential everywhere"]["ms"] / saved["owners"]["ms"])

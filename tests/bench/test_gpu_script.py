@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,21 +20,20 @@ BENCH = ROOT / "bench"
 
 
 @pytest.fixture
-def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A module of the script."""
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCH))
-    return lambda name: importlib.import_module(f"gpu.{name}")
+    return importlib.import_module("gpu_kernels")
 
 
-def settings(part: Callable[[str], ModuleType], models: Path = Path(), scale: int = 128) -> Any:
-    return part("settings").Settings(torch.device("cpu"), scale, 60.0, 2, models)
+def settings(script: ModuleType) -> Any:
+    return script.Settings(torch.device("cpu"), 128, 60.0, 2, Path())
 
 
 # -- what fails -------------------------------------------------------------------------------------------------------
 
 
 def test_what_fails_is_a_row_and_the_rest_goes_on(
-    part: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> None:
         raise RuntimeError("ptxas died")
@@ -43,30 +41,27 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(
     def large() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    journal = part("journal").Journal(tmp_path / "found.json", {})
+    journal = script.Journal(tmp_path / "found.json", {})
     programs = {"peer": broken, "large": large, "works": lambda: torch.ones(8).sum()}
-    times = settings(part).medians(programs, journal, "product", others=["peer"])
+    times = settings(script).medians(programs, journal, "product", others=["peer"])
     assert times.keys() == {"works"} and not journal.wrong
     assert [(row["what"], row["ours"]) for row in journal.document["faults"]] == [
         ("product: peer", False),
         ("product: large", False),
     ]
     assert "FAILED product: peer: RuntimeError: ptxas died" in capsys.readouterr().out
-    assert settings(part).medians({"broken": broken}, journal, "product") == {}
+    assert settings(script).medians({"broken": broken}, journal, "product") == {}
     assert journal.wrong and json.loads((tmp_path / "found.json").read_text()) == journal.document
 
 
-def test_after_an_illegal_access_nothing_more_is_tried(
-    part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_illegal_access_nothing_more_is_tried(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    module = part("journal")
-    journal = module.Journal(None, {})
-    with pytest.raises(module.DeviceLost, match="product: an illegal memory access"), journal.guarded("product"):
+    journal = script.Journal(None, {})
+    with pytest.raises(script.DeviceLost, match="product: an illegal memory access"), journal.guarded("product"):
         raise ValueError
     assert [row["what"] for row in journal.document["faults"]] == ["product"]
 

@@ -30,15 +30,6 @@ ROWS = {
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "16", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small folder of text: enough files for a split by file."""
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        (folder / f"part{i}.txt").write_text(f"line {i} of a small text; " * 40)
-    return folder
-
-
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The program as a module."""
@@ -58,17 +49,17 @@ def _leave_nothing_running() -> Iterator[None]:
         process.communicate()
 
 
-def _start(text: Path, out: Path, *options: str, alone: bool = False) -> subprocess.Popen[str]:
+def _start(out: Path, *options: str, alone: bool = False) -> subprocess.Popen[str]:
     """``alone``: in a group of processes of its own."""
-    command = [sys.executable, str(SCRIPT), *TINY, "--data", str(text), "--out", str(out), *options]
+    command = [sys.executable, str(SCRIPT), *TINY, "--out", str(out), *options]
     _started.append(
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=alone)
     )
     return _started[-1]
 
 
-def _run(text: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    process = _start(text, out, *options)
+def _run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    process = _start(out, *options)
     stdout, stderr = process.communicate(timeout=PROGRAM_SECONDS)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
@@ -121,10 +112,10 @@ def _steps_recorded(out: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of 12 steps with all optimizers."""
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
-    done = _run(text, out, "--steps", "12", "--checkpoint-every", "5")
+    done = _run(out, "--steps", "12", "--checkpoint-every", "5", "--json", str(out / "summary.json"))
     assert done.returncode == 0, done.stderr
     (out / "stdout.txt").write_text(done.stdout)
     return out
@@ -133,7 +124,7 @@ def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
     table = (uninterrupted / "stdout.txt").read_text()
-    for column in ("validation", "to AdamW's last loss:", "ms a", "exposed", "peak"):
+    for column in ("loss", "steps", "seconds", "ms a step", "exposed ms", "peak MB"):
         assert column in table
     said = " ".join(table.split())
     assert (
@@ -143,6 +134,8 @@ def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
     assert max(len(line) for line in table.splitlines() if "/run/" not in line) <= 100, "paths are as long as they are"
     assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
     starts = []
+    record = json.loads((uninterrupted / "summary.json").read_text())
+    assert {"command", "commit", "date"} <= record.keys() and str(uninterrupted / "summary.json") not in str(record)
     for optimizer, row in ROWS.items():
         (line,) = [line for line in table.splitlines() if line.startswith(f"{row}  ")]
         steps = _records(uninterrupted, "step", optimizer)
@@ -154,6 +147,7 @@ def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
         assert evaluations[-1]["val_loss"] < evaluations[0]["val_loss"]
         assert f" {evaluations[-1]['val_loss']:.4f} " in line
         assert _records(uninterrupted, "result", optimizer)[0]["peak_mb"] > 0
+        assert record["rows"][row]["loss"] == evaluations[-1]["val_loss"] and record["rows"][row]["started at"] == [0]
         starts.append((evaluations[0]["val_loss"], steps[0]["loss"]))
     for start in starts[1:]:
         assert start == pytest.approx(starts[0], abs=1e-6), "not the same start or not the same data"
@@ -177,14 +171,11 @@ def test_how_soon_a_run_comes_down_to_a_loss(train: ModuleType) -> None:
         (["--lr-dmuon", "nan"], "--lr-dmuon"),
         (["--seeds", "1,x"], "--seeds"),
         (["--width", "30", "--heads", "4"], "--width"),
-        (["--data", "/nonexistent/text"], "--data"),
-        (["--context", "100000"], "--data"),
         (["--resume"], "--resume"),
         (["--step", "3"], "--step"),
     ],
 )
 def test_wrong_option_is_named_and_ends_with_code_2(
-    text: Path,
     tmp_path: Path,
     options: list[str],
     option: str,
@@ -192,7 +183,7 @@ def test_wrong_option_is_named_and_ends_with_code_2(
     train: ModuleType,
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        train.main([*TINY, "--data", str(text), "--out", str(tmp_path / "run"), *options])
+        train.main([*TINY, "--out", str(tmp_path / "run"), *options])
     assert caught.value.code == 2
     assert option in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
@@ -216,12 +207,12 @@ def _rotate_owners(path: Path) -> dict[str, int]:
     ],
 )
 def test_resume_equals_the_uninterrupted_run(
-    text: Path, tmp_path: Path, uninterrupted: Path, optimizer: str, number: signal.Signals
+    tmp_path: Path, uninterrupted: Path, optimizer: str, number: signal.Signals
 ) -> None:
     out = tmp_path / "run"
     options = ["--steps", "12", "--optimizers", optimizer, "--checkpoint-every", "1"]
     rotated = None
-    process = _start(text, out, *options)
+    process = _start(out, *options)
     folder = out / "checkpoints" / f"{optimizer}-seed0"
     _wait_until(lambda: any(folder.glob("step-*")), "a first checkpoint", process=process)
     children = _children(process.pid)
@@ -235,9 +226,10 @@ def test_resume_equals_the_uninterrupted_run(
         assert "interrupted" in stderr and "Traceback" not in stderr
     if optimizer == "dedicated":
         rotated = _rotate_owners(folder / f"step-{before:07d}" / "plan.json")
-    done = _run(text, out, *options, "--resume")
+    done = _run(out, *options, "--resume")
     assert done.returncode == 0, done.stderr
     assert f"{optimizer} goes on from step {before}" in done.stderr, "did not start from the checkpoint"
+    assert [record["step"] for record in _records(out, "start", optimizer)] == [0, before]
     if rotated is not None:
         assert f"plan: loaded from {folder / f'step-{before:07d}'}" in done.stderr
         assert OwnerPlan.load(folder / "step-0000012" / "plan.json").owners == rotated, "planned anew"
@@ -251,17 +243,17 @@ def test_resume_equals_the_uninterrupted_run(
 
 @pytest.mark.slow
 def test_resume_refuses_other_settings_by_name(
-    text: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], train: ModuleType
+    uninterrupted: Path, capsys: pytest.CaptureFixture[str], train: ModuleType
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        train.main([*TINY, "--data", str(text), "--out", str(uninterrupted), "--steps", "7", "--resume"])
+        train.main([*TINY, "--out", str(uninterrupted), "--steps", "7", "--resume"])
     assert caught.value.code == 2 and "--steps: 7" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_termination_leaves_no_processes(text: Path, tmp_path: Path) -> None:
+def test_termination_leaves_no_processes(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = _start(text, out, "--steps", "100000", "--optimizers", "adamw")
+    process = _start(out, "--steps", "100000", "--optimizers", "adamw")
     _wait_until(lambda: _steps_recorded(out) > 0, "a first step", process=process)
     children = _children(process.pid)
     assert len(children) >= 2

@@ -86,15 +86,14 @@ def test_four_ranks_pass_on_every_topology_that_fits() -> None:
 
 # What each rank runs before `main`, and the checks of which a line then fails.
 PLANTS = {
-    "parity": "reference.DECAY = 5.0",  # of the one process
-    "collectives": """
+    "parity, collectives, ownership, same bits, checkpoint": """
+reference.DECAY = 5.0  # of the one process
 expected = training.expected_traffic
-training.expected_traffic = lambda runtime: replace(expected(runtime), calls={"fill": 1})""",
-    "ownership": "training.is_matrix = lambda name: name.endswith('up.weight')",
-    "same bits": """
+training.expected_traffic = lambda runtime: replace(expected(runtime), calls={"fill": 1})
+training.is_matrix = lambda name: name.endswith('up.weight')
 unsharded = training._unsharded
-training._unsharded = lambda model: {n: t + int(os.environ["RANK"]) * 1e-7 for n, t in unsharded(model).items()}""",
-    "checkpoint": "training.set_state_dict = lambda *args, **kwargs: None",
+training._unsharded = lambda model: {n: t + int(os.environ["RANK"]) * 1e-7 for n, t in unsharded(model).items()}
+training.set_state_dict = lambda *args, **kwargs: None""",
     "training": "raise_on(training.Training, 'ownership', '01')",
     "all further": "raise_on(training.Training, 'ownership', '1')",
 }
@@ -120,19 +119,19 @@ sys.exit(main())
 
 @pytest.mark.pitfall("P11", "P49")
 @pytest.mark.slow
-@pytest.mark.parametrize("check", PLANTS)
-def test_what_is_wrong_fails_by_name_on_all_ranks(tmp_path: Path, check: str) -> None:
+@pytest.mark.parametrize("checks", PLANTS)
+def test_what_is_wrong_fails_by_name_on_all_ranks(tmp_path: Path, checks: str) -> None:
     """An error on one rank alone ends all, within the time of a collective."""
     script = tmp_path / "planted.py"
-    script.write_text(PROGRAM.format(plant=PLANTS[check]))
+    script.write_text(PROGRAM.format(plant=PLANTS[checks]))
     done = torchrun(2, "--topologies", "1d", "--timeout", "10", program=(str(script),))
     assert done.returncode == 1, done.stdout + done.stderr
     lines = lines_of(done.stdout)
-    assert check in {name for status, name, _ in lines if status in ("fail", "skip")}, lines
+    assert {*checks.split(", ")} <= {name for status, name, _ in lines if status in ("fail", "skip")}, lines
     assert lines[-1][:2] == ("fail", "all")
-    if check in ("training", "all further"):
+    if checks in ("training", "all further"):
         assert "rank 1: training 1d 2 reshard fp32: ArithmeticError: planted" in done.stderr
-        assert sum(name == "training" for _, name, _ in lines) == (2 if check == "training" else 1), "goes on, or ends"
+        assert sum(name == "training" for _, name, _ in lines) == (2 if checks == "training" else 1), "goes on, or ends"
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from harness.jobs import run_ranks
 from harness.network import loss_of
 from harness.on_ranks import on_ranks
-from harness.pool import RankPool
 from harness.toy import OPTIONS, batch, build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +31,10 @@ TIMEOUT = 4.0  # of groups, in seconds: a busy machine may leave a thread withou
 SPARE = 15.0  # for a busy machine
 
 
-def slower_than_the_group(rank: int, world: int, worker: int) -> None:
+@pytest.mark.pitfall("P71")
+@pytest.mark.parametrize("worker", [0, pytest.param(1, marks=pytest.mark.slow)])
+@on_ranks(3)
+def test_work_that_takes_longer_than_a_collective_may_is_waited_for(rank: int, world: int, worker: int) -> None:
     def work() -> int:
         if rank == worker:
             time.sleep(1.5 * TIMEOUT)
@@ -47,12 +49,6 @@ def slower_than_the_group(rank: int, world: int, worker: int) -> None:
     assert waited >= ended.item() > 0, "all wait"
     assert run_awaited(group, CPU, "a short work", lambda: -rank) == -rank
     assert not [thread for thread in threading.enumerate() if thread.name == "dmuon-ticks"]
-
-
-@pytest.mark.pitfall("P71")
-@pytest.mark.parametrize("worker", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_work_that_takes_longer_than_a_collective_may_is_waited_for(ranks: RankPool, worker: int) -> None:
-    ranks(3, slower_than_the_group, worker)
 
 
 @pytest.mark.pitfall("P71")

@@ -5,21 +5,19 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
+from harness.assertions import about, assert_equal_weights, assert_same_tensors
 from harness.dedicated_toy import dedicate, dedicated, default_mesh
 from harness.heard import heard
-from harness.network import Network, full_state, loss_of, shard
+from harness.network import Network, full_state, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
-from harness.pool import RankPool
-from harness.toy import OPTIONS, WIDTH, batch, build
+from harness.toy import OPTIONS, WIDTH, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -27,26 +25,6 @@ from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dmuon
-
-
-def operations(rank: int, world: int) -> dict[str, str]:
-    """What each use of a resting weight raises; every rank does them alone, so one that communicated would hang."""
-    model = dedicated()
-    weight = model.blocks[0].mix.weight
-    mesh = default_mesh()
-    before = full_state(model)
-    found = {}
-    if rank == 1:
-        for name, use in OPERATIONS.items():
-            try:
-                use(model, weight, mesh)
-                found[name] = "nothing"
-            except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"
-    after = full_state(model)
-    assert all(torch.equal(after[n], t) for n, t in before.items()), "a refused operation changed a weight"
-    return found
-
 
 OPERATIONS: dict[str, Callable[[Network, Any, DeviceMesh], Any]] = {
     "full_tensor": lambda m, w, mesh: w.full_tensor(),
@@ -81,23 +59,24 @@ OPERATIONS: dict[str, Callable[[Network, Any, DeviceMesh], Any]] = {
     "to_empty": lambda m, w, mesh: m.blocks[0].mix.to_empty(device="cpu"),
 }
 REMEDIES = {
-    "deepcopy": "RuntimeError.*cannot be copied: copy the model before dedicate_params",
-    "deepcopy model": "RuntimeError.*cannot be copied: copy the model before dedicate_params",
-    "pickle": r"RuntimeError.*cannot be pickled: save model\.state_dict\(\)",
-    "torch.save(model)": r"RuntimeError.*cannot be pickled: save model\.state_dict\(\)",
-    **dict.fromkeys(
-        ("bfloat16", "half", "double", "meta", "to_empty"), "RuntimeError.*move the model before dedicate.*mp_policy"
-    ),
-}  # fmt: skip
+    **dict.fromkeys(("deepcopy", "deepcopy model"), "cannot be copied: copy the model before dedicate_params"),
+    **dict.fromkeys(("pickle", "torch.save(model)"), r"cannot be pickled: save model\.state_dict\(\)"),
+    **dict.fromkeys(("bfloat16", "half", "double", "meta", "to_empty"), "move the model before dedicate.*mp_policy"),
+}
 
 
 @pytest.mark.pitfall("P54")
-def test_what_would_lie_or_hang_raises_on_the_rank_that_does_it(ranks: RankPool) -> None:
-    found = ranks(2, operations)[1]
-    assert found.keys() == OPERATIONS.keys()
-    for name, message in found.items():
-        remedy = REMEDIES.get(name, r"RuntimeError.*dmuon\.summon_full_params\(model\)")
-        assert re.search(remedy, message) and "'blocks.0.mix.weight'" in message, f"{name}: {message}"
+@on_ranks(2)
+def test_what_would_lie_or_hang_raises_on_the_rank_that_does_it(rank: int, world: int) -> None:
+    """One rank does it alone, so that what communicated would hang."""
+    model, mesh = dedicated(), default_mesh()
+    before = full_state(model)
+    for name, use in OPERATIONS.items() if rank == 1 else ():
+        remedy = REMEDIES.get(name, r"dmuon\.summon_full_params\(model\)")
+        with about(name), pytest.raises(RuntimeError, match=remedy) as told:
+            use(model, model.blocks[0].mix.weight, mesh)
+        assert "'blocks.0.mix.weight'" in str(told.value), name
+    assert_same_tensors(full_state(model), before)
 
 
 @pytest.mark.pitfall("P54")
@@ -111,79 +90,48 @@ def test_torch_fully_shard_works_with_ignored_params(rank: int, world: int) -> N
     assert_equal_weights(trained(model, rank, world), reference_weights(2))
 
 
-def trained(
-    model: nn.Module,
-    rank: int,
-    world: int,
-    before_step: Callable[[], Any] = lambda: None,
-    wrapper: nn.Module | None = None,
-) -> dict[str, Tensor]:
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    for step in range(2):
-        before_step()
-        optimizer.zero_grad()
-        loss_of(wrapper or model, *shard(batch(step), rank, world)).backward()
-        optimizer.step()
+def trained(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
+    train(model, dmuon.Muon(model, **OPTIONS), range(2), rank, world)
     return full_state(model)
 
 
-def moves_that_change_nothing(rank: int, world: int) -> list[dict[str, Tensor]]:
-    found = []
+@pytest.mark.pitfall("P55")
+@on_ranks(2)
+def test_moves_that_change_nothing_keep_training_exact(rank: int, world: int) -> None:
+    """Before the optimizer is there, and before every step."""
     for move in (lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.to(torch.float32).cpu()):
         model = dedicated()
         move(model)
-        found.append(trained(model, rank, world))
-        model = dedicated()
-        found.append(trained(model, rank, world, before_step=lambda m=model, f=move: f(m)))
-    return found
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        for step in range(2):
+            train(model, optimizer, [step], rank, world)
+            move(model)
+        assert_equal_weights(full_state(model), reference_weights(2))
 
 
-@pytest.mark.pitfall("P55")
-def test_moves_that_change_nothing_keep_training_exact(ranks: RankPool) -> None:
-    expected = reference_weights(2)
-    for found in ranks(2, moves_that_change_nothing):
-        for weights in found:
-            assert_equal_weights(weights, expected)
-
-
-def edits(rank: int, world: int, keep: bool) -> list[Tensor]:
-    """Logits of forwards, each after an edit of a resting weight in place."""
-    model = dedicated(reshard_after_forward=not keep)
-    tokens = batch(0)[0]
-    outputs = [model(tokens)]
-    with torch.no_grad():
-        for edit in (
-            lambda w: w.data.mul_(2),
-            lambda w: w.mul_(0.5),
-            lambda w: nn.init.zeros_(w),
-            lambda w: w.data.detach().add_(1.0),
-            lambda w: torch._foreach_mul_([w], 3.0),
-            lambda w: w.fill_(0.25),
-        ):
-            edit(model.blocks[0].mix.weight)
-            outputs.append(model(tokens))
-    return [o.detach() for o in outputs]
-
-
-def edits_in_one_process() -> list[Tensor]:
-    model = build()
-    tokens = batch(0)[0]
-    start = model.blocks[0].mix.weight.detach().clone()
-    outputs = []
-    with torch.no_grad():
-        for value in (start, 2 * start, start, 0 * start, 0 * start + 1, 0 * start + 3, 0 * start + 0.25):
-            model.blocks[0].mix.weight.copy_(value)
-            outputs.append(model(tokens))
-    return outputs
+EDITS: list[tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] = [  # and what they make of the first weight
+    (lambda w: w.data.mul_(2), lambda w: 2 * w),
+    (lambda w: w.mul_(0.5), lambda w: w),
+    (lambda w: nn.init.zeros_(w), lambda w: 0 * w),
+    (lambda w: w.data.detach().add_(1.0), lambda w: 0 * w + 1),
+    (lambda w: torch._foreach_mul_([w], 3.0), lambda w: 0 * w + 3),
+    (lambda w: w.fill_(0.25), lambda w: 0 * w + 0.25),
+]
 
 
 @pytest.mark.pitfall("P17", "P28")
 @pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
-def test_edits_in_place_reach_the_next_forward(ranks: RankPool, keep: bool) -> None:
-    expected = edits_in_one_process()
-    for found in ranks(2, edits, keep):
-        for number, (output, wanted) in enumerate(zip(found, expected, strict=True)):
-            torch.testing.assert_close(output, wanted, msg=lambda m, n=number: f"after edit {n}: {m}")
+@on_ranks(2)
+def test_edits_in_place_reach_the_next_forward(rank: int, world: int, keep: bool) -> None:
+    model, alone, tokens = dedicated(reshard_after_forward=not keep), build(), batch(0)[0]
+    start = alone.blocks[0].mix.weight.detach().clone()
+    with torch.no_grad():
+        model(tokens)
+        for number, (edit, value) in enumerate(EDITS):
+            edit(model.blocks[0].mix.weight)
+            alone.blocks[0].mix.weight.copy_(value(start))
+            with about(f"edit {number}"):
+                torch.testing.assert_close(model(tokens), alone(tokens))
 
 
 ODD_BUFFERS: dict[str, Tensor] = {
@@ -213,8 +161,8 @@ def test_integer_parameters_and_buffers_of_any_dtype_become_rank_0s(rank: int, w
     trained(model, rank, world)
 
 
-def foreign_steps(rank: int, world: int) -> list[str]:
-    """What the log says of the first optimizer that steps a dedicated model; Muon's, and then of AdamW's."""
+@on_ranks(2)
+def test_another_optimizer_on_dedicated_matrices_is_told_once(rank: int, world: int) -> None:
     steps: list[object] = []
     register_optimizer_step_pre_hook(lambda *_: steps.append(0))  # another's, which must be called too
     with heard() as told:
@@ -227,10 +175,8 @@ def foreign_steps(rank: int, world: int) -> list[str]:
                 loss_of(model, *batch(step)).backward()
                 optimizer.step()
     assert len(steps) == 8
-    return told
-
-
-def test_another_optimizer_on_dedicated_matrices_is_told_once(ranks: RankPool) -> None:
-    first, second = ranks(2, foreign_steps)
-    (told,) = [line for line in first if "dedicated for Muon" in line]
-    assert "AdamW trains matrices that were dedicated for Muon" in told and not second
+    if rank == 0:
+        (told,) = [line for line in told if "dedicated for Muon" in line]
+        assert "AdamW trains matrices that were dedicated for Muon" in told
+    else:
+        assert not told

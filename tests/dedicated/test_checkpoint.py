@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn as nn
 from harness.assertions import Raised, assert_equal_weights, assert_same_tensors, raised_by
 from harness.checkpoints import SAVED, TOTAL, save, start
+from harness.dedicated_toy import dedicated
 from harness.dtensors import local_tensor
 from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import on_ranks
@@ -23,14 +27,13 @@ from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 
 
@@ -55,7 +58,9 @@ def leaves(tree: Any) -> Iterator[Tensor]:
 # -- resume; on other layouts in tests/parity/test_checkpoints.py --------------------------------------------------
 
 
-def two_optimizers(rank: int, world: int, path: str) -> dict[str, Tensor]:
+@pytest.mark.pitfall("P23")
+@on_ranks(2)
+def test_muon_beside_another_optimizer_resumes(rank: int, world: int, tmp_path: Path) -> None:
     def fresh(seed: int) -> tuple[Network, list[torch.optim.Optimizer]]:
         model = lay("1d", build(seed + rank)).network
         owned = dmuon.owned_parameters(model)
@@ -77,20 +82,14 @@ def two_optimizers(rank: int, world: int, path: str) -> dict[str, Tensor]:
     model, optimizers = fresh(0)
     steps(model, optimizers, range(SAVED))
     weights, state = get_state_dict(model, optimizers)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     model, optimizers = fresh(50)
     weights, state = get_state_dict(model, optimizers)
     loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=path)
+    dcp.load(loaded, checkpoint_id=tmp_path)
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=loaded["optimizer"])
     steps(model, optimizers, range(SAVED, TOTAL))
-    return full_state(model)
-
-
-@pytest.mark.pitfall("P23")
-def test_muon_beside_another_optimizer_resumes(ranks: RankPool, tmp_path: Path) -> None:
-    for weights in ranks(2, two_optimizers, str(tmp_path)):
-        assert_equal_weights(weights, reference_weights(TOTAL))
+    assert_equal_weights(full_state(model), reference_weights(TOTAL))
 
 
 # -- what a state dict holds ---------------------------------------------------------------------------------------
@@ -164,31 +163,6 @@ def test_checkpoint_converts_to_one_plain_file(ranks: RankPool, tmp_path: Path) 
 
 
 # -- loading -------------------------------------------------------------------------------------------------------
-
-
-def forwards_after_loads(_rank: int, _world: int, name: str, keep: bool) -> list[Tensor]:
-    outputs = []
-    for stepped in (False, True):
-        source = start(name, seed=1)
-        run = start(name, seed=20, keep=keep)
-        run.model(batch(0)[0])  # fills buffers
-        if stepped:
-            run.train(range(1))  # and fills the first ones ahead
-        set_model_state_dict(run.model, get_model_state_dict(source.model))
-        with torch.no_grad():
-            outputs.append(run.model(batch(1)[0]))
-    return outputs
-
-
-@pytest.mark.pitfall("P17", "P28")
-@pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
-@pytest.mark.parametrize("name", ["1d", "1d-two-lines"])
-def test_forward_after_load_uses_loaded_weights(ranks: RankPool, name: str, keep: bool) -> None:
-    with torch.no_grad():
-        expected = build(seed=1)(batch(1)[0])
-    for outputs in ranks(2, forwards_after_loads, name, keep):
-        for output in outputs:
-            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
 
 
 def reload_momentum(_rank: int, _world: int, dtype: torch.dtype) -> float:
@@ -286,3 +260,133 @@ def test_faulty_optimizer_state_raises_on_every_rank(told: list[Any], fault: str
 @on_ranks(2, expect=ValueError, match="assign=False")
 def test_assign_is_refused(rank: int, world: int) -> None:
     lay("1d-two-lines", build()).model.load_state_dict(build().state_dict(), assign=True)
+
+
+# -- what a load compares between ranks, and what a state dict keeps in memory -----------------------------------------
+
+
+@on_ranks(2)
+def test_each_saved_shard_has_memory_of_its_own(rank: int, world: int) -> None:
+    run = start("1d")
+    run.train(range(2))
+    weights, states = run.model.state_dict(), run.optimizer.state_dict()["state"].values()
+    owned = [weights[matrix.fqn] for matrix in dedications(run.model)[0].runtime.matrices()]
+    for saved in [*owned, *(state["momentum_buffer"] for state in states if len(state) == 1)]:
+        local = local_tensor(saved)
+        assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
+
+
+@on_ranks(2)
+def test_what_is_shown_of_a_loaded_momentum_is_what_was_shown(rank: int, world: int) -> None:
+    run, other = start("1d"), start("1d", seed=rank + 7)
+    run.train(range(2))
+    other.train(range(1))
+    shown = {id(p): state["momentum_buffer"] for p, state in other.optimizer.state.items() if len(state) == 1}
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert shown and all(
+        other.optimizer.state[p]["momentum_buffer"] is shown[id(p)] for p in other.optimizer.state if id(p) in shown
+    )
+    assert_same_tensors(other.momenta(), run.momenta())
+
+
+@pytest.mark.pitfall("P80")
+@pytest.mark.parametrize("fault", ["size", "lack"])
+@on_ranks(2)
+def test_keys_too_many_do_not_hide_a_fault_of_another_rank(rank: int, world: int, fault: str) -> None:
+    """Of what differs a few are told; what decides who raises is among them, or one rank would wait for the others."""
+    run = start("1d")
+    weights = run.model.state_dict()
+    if rank == 0:
+        weights |= {f"surplus.{i}": torch.zeros(1) for i in range(9)}
+    elif fault == "size":
+        weights["embed.weight"] = torch.zeros(2, 2)
+    else:
+        del weights["embed.weight"]
+    before = full_state(run.model)
+    told = {"size": r"a tensor of shape \(2, 2\) for .* on rank 1", "lack": "missing on rank 1"}
+    with pytest.raises(RuntimeError, match=f"embed.weight is as it should be on rank 0 and {told[fault]}"):
+        run.model.load_state_dict(weights, strict=False)
+    assert_same_tensors(full_state(run.model), before)
+
+
+@on_ranks(2)
+def test_a_part_of_a_model_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    run = start("1d")
+    weights = run.model.blocks[0].state_dict()
+    with pytest.raises(ValueError, match="assign=True"):
+        run.model.blocks[0].load_state_dict(weights, assign=rank == 1)
+
+
+@on_ranks(2)
+def test_a_part_of_a_model_is_saved_by_itself_after_a_call_that_failed(rank: int, world: int) -> None:
+    """What the failed call has brought is of weights that have changed since."""
+    run = start("1d")
+    stop = run.model.register_state_dict_post_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        run.model.state_dict()
+    stop.remove()
+    run.train(range(2))
+    block = {name: tensor.full_tensor() for name, tensor in run.model.blocks[0].state_dict().items()}
+    expected = {n.removeprefix("blocks.0."): t for n, t in full_state(run.model).items() if n.startswith("blocks.0.")}
+    assert_same_tensors(block, expected)
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+# -- even shards that checkpointing writes into what to_local() of an owned parameter gives ----------------------------
+
+
+def owned(model: nn.Module) -> dict[str, Tensor]:
+    found = dmuon.owned_parameters(model)
+    return {name: param for name, param in model.named_parameters() if param in found}
+
+
+@on_ranks(2)
+def test_written_even_shards_become_the_weights_without_gathering_objects(rank: int, world: int) -> None:
+    model = dedicated()
+    torch.manual_seed(7)
+    with mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("an object for each matrix")):
+        expected = {}
+        for name, param in owned(model).items():
+            expected[name] = torch.randn(param.shape)
+            param.to_local().copy_(expected[name].chunk(world)[rank])
+        assert len(expected) == 9
+    with dmuon.summon_full_params(model, writeback=False):
+        for name, param in model.named_parameters():
+            if name in expected:
+                assert torch.equal(param, expected[name])
+
+
+@on_ranks(2)
+def test_an_even_shard_of_another_shape_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    model = dedicated()
+    name, param = next(iter(owned(model).items()))
+    shard = torch.zeros(param.shape).chunk(world)[rank]
+    with pytest.raises(ValueError, match=f"{name}: some rank writes an even shard of another shape"):
+        param.to_local().copy_(shard[1:] if rank else shard)
+    param.to_local().copy_(shard)
+    with dmuon.summon_full_params(model, writeback=False):
+        assert not dict(model.named_parameters())[name].any()
+
+
+@on_ranks(2)
+def test_a_write_that_one_rank_cannot_make_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    """Weights that are kept are not gathered for a second forward, so that one rank can be inside one alone."""
+    model = dedicated(reshard_after_forward=False)
+    name, param = next(iter(owned(model).items()))
+    shard = torch.zeros(param.shape).chunk(world)[rank]
+    x, _ = batch(0)
+    with torch.no_grad():
+        model(x)
+
+    def write(*_: object) -> None:
+        param.to_local().copy_(shard)
+
+    before = full_state(model)
+    hook = model.get_submodule(name.rpartition(".")[0]).register_forward_hook(write)
+    with torch.no_grad(), pytest.raises((RuntimeError, ValueError), match=r"a write to to_local\(\) while block"):
+        model(x) if rank else write()
+    hook.remove()
+    assert_equal_weights(full_state(model), before)

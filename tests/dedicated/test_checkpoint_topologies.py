@@ -1,4 +1,4 @@
-"""Stock checkpointing on every topology: of mixed precision, of parts of a model, and what one rank alone has wrong."""
+"""Stock checkpointing on every topology: of parts of a model, and what one rank alone has wrong."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from harness.checkpoints import (
     world_of,
 )
 from harness.network import full_state
+from harness.on_ranks import on_ranks
 from harness.pool import RankPool
 from harness.toy import batch, build
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
-
-# -- mixed precision -----------------------------------------------------------------------------------------------
 
 # -- refusals and partial loads ------------------------------------------------------------------------------------
 
@@ -57,6 +55,7 @@ NAMED = {
     "missing": KEY, "missing, not owned": OTHER, "unexpected": "blocks.7.up.weight",
     "shape": KEY, "shape, not owned": OTHER, "kind": KEY,
 }  # fmt: skip
+FAULTS_OF_RANK_0 = {"missing": RuntimeError, "unexpected": RuntimeError, "shape": ValueError}
 
 
 def load_with_faults(rank: int, world: int, name: str, faults: list[str]) -> dict[tuple[str, bool], str]:
@@ -99,11 +98,11 @@ def test_fault_on_one_rank_raises_on_all(told: Callable[[str], Any], name: str, 
         assert (NAMED[fault] in of_rank[fault, False]) == (fault != "unexpected"), "ranks must not load different keys"
 
 
-def load_from_faulty_rank_0(rank: int, _world: int, name: str) -> dict[str, Exception | None]:
-    """By fault, what was raised."""
-    run = start(name)
-    raised: dict[str, Exception | None] = {}
-    for fault in FAULTS_OF_RANK_0:
+@pytest.mark.pitfall("P27", "P48")
+@on_ranks(4, timeout=60.0)
+def test_fault_of_rank_0_raises_on_all(rank: int, world: int) -> None:
+    run = start("hsdp")
+    for fault, kind in FAULTS_OF_RANK_0.items():
         weights = build(seed=1).state_dict()
         match fault:
             case "missing":
@@ -112,31 +111,34 @@ def load_from_faulty_rank_0(rank: int, _world: int, name: str) -> dict[str, Exce
                 weights["blocks.7.up.weight"] = torch.zeros(3)
             case "shape":
                 weights[KEY] = weights[KEY][:-1]
-        raised[fault] = None
-        try:
+        with pytest.raises(kind, match=NAMED[fault].replace(".", r"\.")):
             set_model_state_dict(run.model, weights if rank == 0 else {}, options=FROM_RANK_0)
-        except (RuntimeError, ValueError) as error:
-            raised[fault] = error
-    return raised
-
-
-FAULTS_OF_RANK_0 = {"missing": RuntimeError, "unexpected": RuntimeError, "shape": ValueError}
-
-
-@pytest.mark.pitfall("P27", "P48")
-def test_fault_of_rank_0_raises_on_all(ranks: RankPool) -> None:
-    for raised in ranks(4, load_from_faulty_rank_0, "hsdp", timeout=60.0):
-        for fault, kind in FAULTS_OF_RANK_0.items():
-            assert isinstance(raised[fault], kind) and NAMED[fault] in str(raised[fault]), (fault, raised[fault])
 
 
 RESHARD, KEEP = False, True
 WAYS = ("everywhere", "from-rank-0", "submodule")
 
 
-def load_part(rank: int, _world: int, name: str, keep: bool, way: str) -> tuple[dict[str, Tensor], Tensor]:
+@pytest.mark.pitfall("P17", "P28")
+@pytest.mark.parametrize(
+    ("layout", "keep", "way"),
+    [
+        *(("hsdp-two-lines", RESHARD, way) for way in WAYS),
+        ("ddp-2", KEEP, "submodule"),
+        ("1d", RESHARD, "everywhere"),
+        ("1d-two-lines", KEEP, "everywhere"),
+        *(pytest.param(n, KEEP, "from-rank-0", marks=pytest.mark.slow) for n in ("hsdp-two-lines", "tp")),
+        # Plain tensors beside DTensors cannot be copied into what FSDP2 shards: no "submodule" there.
+        pytest.param("hsdp", KEEP, "everywhere", marks=pytest.mark.slow),
+        pytest.param("tp-two-lines", KEEP, "submodule", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("layout")
+def test_partial_load_changes_that_part_and_the_next_forward(
+    rank: int, world: int, layout: str, keep: bool, way: str
+) -> None:
     """Load all matrices of one block and one norm, then the very next forward."""
-    run = start(name, keep=keep)
+    run = start(layout, keep=keep)
     run.train(range(1))
     with torch.no_grad():
         run.model(batch(0)[0])  # buffers hold the old weights
@@ -154,24 +156,7 @@ def load_part(rank: int, _world: int, name: str, keep: bool, way: str) -> tuple[
         output = run.model(batch(1)[0])
     after = full_state(run.model)
     assert_same_tensors(after, expected)
-    return after, output
-
-
-@pytest.mark.pitfall("P17", "P28")
-@pytest.mark.parametrize(
-    ("name", "keep", "way"),
-    [
-        *(("hsdp-two-lines", RESHARD, way) for way in WAYS),
-        ("ddp-2", KEEP, "submodule"),
-        *(pytest.param(n, KEEP, "from-rank-0", marks=pytest.mark.slow) for n in ("hsdp-two-lines", "tp")),
-        # Plain tensors beside DTensors cannot be copied into what FSDP2 shards: no "submodule" there.
-        *(pytest.param("hsdp", KEEP, w, marks=pytest.mark.slow) for w in WAYS[:2]),
-        *(pytest.param(n, KEEP, w, marks=pytest.mark.slow) for n in ("ddp-2", "tp-two-lines") for w in WAYS),
-    ],
-)
-def test_partial_load_changes_that_part_and_the_next_forward(ranks: RankPool, name: str, keep: bool, way: str) -> None:
-    for weights, output in ranks(world_of(name), load_part, name, keep, way):
-        model = build(seed=2)
-        model.load_state_dict(weights)
-        with torch.no_grad():
-            torch.testing.assert_close(output, model(batch(1)[0]), rtol=1e-5, atol=1e-6)
+    alone = build(seed=2)
+    alone.load_state_dict(after)
+    with torch.no_grad():
+        torch.testing.assert_close(output, alone(batch(1)[0]), rtol=1e-5, atol=1e-6)

@@ -17,7 +17,6 @@ from harness.dtensors import local_tensor
 from harness.heard import heard
 from harness.network import full_state
 from harness.on_ranks import on_ranks
-from harness.pool import RankPool
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -176,8 +175,13 @@ def whole(model: Model, ep: DeviceMesh) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("rest", ["dedicated", "fsdp2"])
-@pytest.mark.parametrize("stored", ["plain", "DTensor"])
+@pytest.mark.parametrize(
+    ("stored", "rest"),
+    [
+        *(("plain", "dedicated"), ("DTensor", "fsdp2")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", "fsdp2"), ("DTensor", "dedicated"))),
+    ],
+)
 @on_ranks(4)
 def test_experts_of_groups_equal_a_single_process(rank: int, world: int, stored: str, rest: str) -> None:
     """Plain parts of a stack, or a DTensor over the expert-parallel dimension, whose norm is that of all groups."""
@@ -207,22 +211,19 @@ def test_experts_of_groups_equal_a_single_process(rank: int, world: int, stored:
     assert matrices == LAYERS * (2 * EXPERTS + 1), "each matrix is orthogonalized once"
 
 
-def saved_and_resumed(rank: int, world: int, folder: str) -> None:
+@on_ranks(4)
+def test_a_run_resumes_from_a_checkpoint_of_all_groups(rank: int, world: int, tmp_path: Any) -> None:
     model, optimizer, ep = laid("DTensor", "dedicated")
     train(model, optimizer, range(2), rank, world)
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     fresh, resumed, ep = laid("DTensor", "dedicated", seed=1)
     weights, state = get_state_dict(fresh, resumed)
     held = {"model": weights, "optimizer": state}
-    dcp.load(held, checkpoint_id=folder)
+    dcp.load(held, checkpoint_id=tmp_path)
     set_state_dict(fresh, resumed, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
     train(fresh, resumed, range(2, STEPS), rank, world)
     assert_equal_weights(whole(fresh, ep), reference(clip=True)[0])
-
-
-def test_a_run_resumes_from_a_checkpoint_of_all_groups(ranks: RankPool, tmp_path: Any) -> None:
-    ranks(4, saved_and_resumed, str(tmp_path))
 
 
 @on_ranks(2)

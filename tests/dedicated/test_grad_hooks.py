@@ -58,36 +58,30 @@ def expected_after(steps: int, removed_at: int) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def check_hooks(layouts: list[str], options: dict[str, Any]) -> None:
-    expected = expected_after(4, removed_at=3)
-    for name in layouts:
-        for before in (False,) if name.startswith("tp") else (True, False):  # parallelize_module drops them
-            model = build()
-            handles = register(model) if before else []
-            laid = lay(name, model)
-            handles = handles or register(model)
-            optimizer = laid.optimizer(**options)
-            for step in range(4):
-                if step == 3:
-                    for handle in handles:
-                        handle.remove()
-                optimizer.zero_grad()
-                laid.backward(step)
-                optimizer.step()
-            with about((name, before)):
-                assert_equal_weights(full_state(model), expected)
-
-
-@on_ranks(2)
-def test_hooks_see_what_the_owner_gets(rank: int, world: int) -> None:
-    check_hooks(["1d-two-lines", "ddp-2"], {})
-    check_hooks(["1d-two-lines"], {"overlap_backward": True})
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_hooks_see_what_the_owner_gets_in_two_dimensions(rank: int, world: int) -> None:
-    check_hooks(["hsdp", "hsdp-two-lines", "ddp-4", "tp-two-lines", "1d-4"], {})
+@pytest.mark.parametrize(
+    ("layout", "overlap"),
+    [
+        *(("1d-two-lines", False), ("ddp-2", False), ("1d-two-lines", True)),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("hsdp", "hsdp-two-lines", "tp-two-lines")),
+    ],
+)
+@on_ranks("layout")
+def test_hooks_see_what_the_owner_gets(rank: int, world: int, layout: str, overlap: bool) -> None:
+    for before in (False,) if layout.startswith("tp") else (True, False):  # parallelize_module drops them
+        model = build()
+        handles = register(model) if before else []
+        laid = lay(layout, model)
+        handles = handles or register(model)
+        optimizer = laid.optimizer(overlap_backward=overlap)
+        for step in range(4):
+            if step == 3:
+                for handle in handles:
+                    handle.remove()
+            optimizer.zero_grad()
+            laid.backward(step)
+            optimizer.step()
+        with about(f"registered before: {before}"):
+            assert_equal_weights(full_state(model), expected_after(4, removed_at=3))
 
 
 @on_ranks(2)
@@ -170,40 +164,35 @@ CLEARED: dict[str, Clear] = {
 }
 
 
-def check_clearing(layouts: list[str], halfway: bool) -> None:
-    """Gradients of an accumulation that was given up reach no step, however they were cleared."""
+@pytest.mark.parametrize(
+    ("layout", "halfway"),
+    [
+        *(("1d-two-lines", False), ("ddp-2", False)),
+        pytest.param("tp-two-lines", False, marks=pytest.mark.slow),
+        pytest.param("hsdp-two-lines", True, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("layout")
+def test_cleared_gradients_are_gone(rank: int, world: int, layout: str, halfway: bool) -> None:
+    """Those of an accumulation that was given up reach no step, however they were cleared."""
     twin = build()
     reference = Reference(twin)
     loss_of(twin, *batch(1)).backward()
     reference.step()
-    expected = {name: value.detach() for name, value in twin.state_dict().items()}
-    for name in layouts:
-        for how, clear in CLEARED.items():
-            model = build()
-            laid = lay(name, model)
-            optimizer = laid.optimizer()
-            if halfway:
-                dmuon.set_requires_all_reduce(model, False)
+    for how, clear in CLEARED.items():
+        model = build()
+        laid = lay(layout, model)
+        optimizer = laid.optimizer()
+        if halfway:
+            dmuon.set_requires_all_reduce(model, False)
+            laid.backward(0)
+            dmuon.set_requires_all_reduce(model, True)
+        else:
+            with dmuon.no_sync(model):
                 laid.backward(0)
-                dmuon.set_requires_all_reduce(model, True)
-            else:
-                with dmuon.no_sync(model):
-                    laid.backward(0)
-            clear(model, optimizer)
-            assert all(p.grad is None or not bool(local_tensor(p.grad).any()) for p in model.parameters()), (name, how)
-            laid.backward(1)
-            optimizer.step()
-            with about((name, how)):
-                assert_equal_weights(full_state(model), expected)
-
-
-@on_ranks(2)
-def test_cleared_gradients_of_no_sync_are_gone(rank: int, world: int) -> None:
-    check_clearing(["1d-two-lines", "ddp-2"], halfway=False)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_cleared_gradients_of_half_a_reduction_are_gone(rank: int, world: int) -> None:
-    check_clearing(["hsdp-two-lines", "tp-two-lines"], halfway=False)
-    check_clearing(["hsdp-two-lines"], halfway=True)
+        clear(model, optimizer)
+        assert all(p.grad is None or not bool(local_tensor(p.grad).any()) for p in model.parameters()), how
+        laid.backward(1)
+        optimizer.step()
+        with about(how):
+            assert_equal_weights(full_state(model), dict(twin.state_dict()))

@@ -210,8 +210,8 @@ def test_keys_in_a_cache_give_the_gradients_of_one_process(rank: int, world: int
             ("stash", "nothing", "nothing", "pass through"),
         ]
     ):
-        for layout in ("alone", "sharded"):
-            check(rank, world, layout, outside, seed, how=how, inside=inside, around=around)
+        layout = ("sharded", "alone")[seed % 2]
+        check(rank, world, layout, outside, seed, how=how, inside=inside, around=around)
 
 
 class Toy(nn.Module):

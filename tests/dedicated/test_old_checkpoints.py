@@ -43,7 +43,7 @@ def unpacked(name: str, folder: Path) -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize(("layout", "world"), [("shard-2", 2), ("tp", 4)])
+@pytest.mark.parametrize(("layout", "world"), [("shard-2", 2), pytest.param("tp", 4, marks=pytest.mark.slow)])
 @on_ranks()
 def test_old_checkpoints_load_bit_for_bit_and_are_saved_by_the_same_keys(
     rank: int, world: int, layout: str, tmp_path: Path

@@ -12,6 +12,7 @@ import torch.nn as nn
 from harness.assertions import Raised, raised_by, says_what_to_do
 from harness.dedicated_toy import dedicate, default_mesh, refused
 from harness.network import Block, Network, tensor_parallel
+from harness.on_ranks import on_ranks
 from harness.pool import RankPool
 from harness.toy import SIZE, WIDTH, build
 from torch.distributed.device_mesh import init_device_mesh
@@ -141,7 +142,16 @@ def test_a_fault_on_one_rank_ends_all_of_them(faults: list[dict[str, Raised]], k
 # -- a fault in one data-parallel group of several ----------------------------------------------------------------
 
 
-def make_faults_in_one_group(rank: int, _world: int) -> dict[str, Raised]:
+IN_ONE_GROUP = {
+    "option": (Exception, "reshard_after_forward must be True or False, got 'yes'"),
+    "policy": (ValueError, "option mp_policy is .* on rank 1 and .*bfloat16.* on rank 0"),
+    "model": (ValueError, r"module 'blocks\.1' is wrapped in DataParallel"),
+}
+
+
+@pytest.mark.pitfall("P21", "P48")
+@on_ranks(4)
+def test_a_fault_in_one_data_parallel_group_ends_all_of_them(rank: int, world: int) -> None:
     """Two data-parallel ranks times two tensor-parallel ones; ranks 0 and 2 or rank 3 alone are wrong."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -157,18 +167,6 @@ def make_faults_in_one_group(rank: int, _world: int) -> dict[str, Raised]:
             model.blocks[1] = nn.DataParallel(model.blocks[1])
         dedicate(model, whole["dp"], **options)
 
-    return {kind: raised_by(partial(fault, kind)) for kind in IN_ONE_GROUP}
-
-
-IN_ONE_GROUP = {
-    "option": (Exception, "reshard_after_forward must be True or False, got 'yes'"),
-    "policy": (ValueError, "option mp_policy is .* on rank 1 and .*bfloat16.* on rank 0"),
-    "model": (ValueError, r"module 'blocks\.1' is wrapped in DataParallel"),
-}
-
-
-@pytest.mark.pitfall("P21", "P48")
-def test_a_fault_in_one_data_parallel_group_ends_all_of_them(ranks: RankPool) -> None:
-    for found in ranks(4, make_faults_in_one_group):
-        for kind, raised in found.items():
-            assert raised.matches(*IN_ONE_GROUP[kind]), raised
+    for kind, told in IN_ONE_GROUP.items():
+        raised = raised_by(partial(fault, kind))
+        assert raised.matches(*told), raised

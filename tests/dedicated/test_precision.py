@@ -11,9 +11,9 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights, relative_errors
 from harness.dtensors import local_tensor
 from harness.network import full_state, is_matrix, loss_of, shard
-from harness.oracle import Reference
-from harness.pool import RankPool
-from harness.toy import OPTIONS, batch, build
+from harness.on_ranks import on_ranks
+from harness.oracle import Reference, reference_weights
+from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -32,8 +32,9 @@ def only_matrices(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mixed_run(
-    rank: int, world: int, reduce_dtype: torch.dtype | None, steps: int, keep: bool
+    rank: int, world: int, reduce_dtype: torch.dtype | None, keep: bool
 ) -> tuple[dict[str, Tensor], set[torch.dtype], set[torch.dtype]]:
+    """Weights after a step, and the dtypes of weights in forward and of everything at rest."""
     model = build()
     mesh = init_device_mesh("cpu", (world,))
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
@@ -46,67 +47,58 @@ def mixed_run(
     for block in model.blocks:
         block.up.register_forward_pre_hook(lambda m, _: inside.add(m.weight.dtype))
     at_rest: set[torch.dtype] = set()
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-        for param in model.parameters():
-            if isinstance(param, OwnedTensor):
-                at_rest |= {param.dtype, local_tensor(param).dtype, param.grad.dtype, local_tensor(param.grad).dtype}
-        optimizer.step()
-        at_rest |= {local_tensor(optimizer.state[p]["momentum_buffer"]).dtype for p in dmuon.owned_parameters(model)}
+    loss_of(model, *shard(batch(0), rank, world)).backward()
+    for param in model.parameters():
+        if isinstance(param, OwnedTensor):
+            at_rest |= {param.dtype, local_tensor(param).dtype, param.grad.dtype, local_tensor(param.grad).dtype}
+    optimizer.step()
+    at_rest |= {local_tensor(optimizer.state[p]["momentum_buffer"]).dtype for p in dmuon.owned_parameters(model)}
     return full_state(model), inside, at_rest
 
 
-def emulated(
-    _rank: int, _world: int, shares: int, steps: int, reduce_dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    """One process: forward and backward on a bf16 copy of fp32 masters, per rank's share of the batch.
-
-    Run by a worker, because bf16 kernels add up in an order that depends on the number of threads.
-    """
+def emulated(shares: int, reduce_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """One process: forward and backward on a bf16 copy of fp32 masters, per rank's share of the batch."""
     masters = build()
     optimizer = Reference(masters)
-    for step in range(steps):
-        grads: list[list[Tensor]] = []
-        for share in range(shares):
-            low = copy.deepcopy(masters).to(BF16)
-            low.zero_grad()
-            loss_of(low, *shard(batch(step), share, shares)).backward()
-            grads.append([p.grad.to(reduce_dtype) for p in low.parameters()])  # type: ignore[union-attr]
-        for param, *parts in zip(masters.parameters(), *grads, strict=True):
-            param.grad = (sum(parts[1:], parts[0]) / shares).float()
-        optimizer.step()
+    grads: list[list[Tensor]] = []
+    for share in range(shares):
+        low = copy.deepcopy(masters).to(BF16)
+        loss_of(low, *shard(batch(0), share, shares)).backward()
+        grads.append([p.grad.to(reduce_dtype) for p in low.parameters()])  # type: ignore[union-attr]
+    for param, *parts in zip(masters.parameters(), *grads, strict=True):
+        param.grad = (sum(parts[1:], parts[0]) / shares).float()
+    optimizer.step()
     return dict(masters.state_dict())
 
 
 @pytest.mark.pitfall("P23", "P42")
 @pytest.mark.parametrize(("world", "keep"), [(1, False), (2, False), (2, True), (3, False)])
-def test_first_bf16_step_equals_emulation(ranks: RankPool, world: int, keep: bool) -> None:
+@on_ranks()
+def test_first_bf16_step_equals_emulation(rank: int, world: int, keep: bool) -> None:
     """Same roundings in the same places: only the order of an fp32 sum may differ."""
-    expected = ranks(1, emulated, world, 1)[0]
-    for weights, inside, at_rest in ranks(world, mixed_run, torch.float32, 1, keep):
-        assert inside == {BF16} and at_rest == {torch.float32}
-        assert_equal_weights(weights, expected)
+    weights, inside, at_rest = mixed_run(rank, world, torch.float32, keep)
+    assert inside == {BF16} and at_rest == {torch.float32}
+    assert_equal_weights(weights, emulated(world))
 
 
-def test_owned_gradients_are_reduced_in_fp32_by_default(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_owned_gradients_are_reduced_in_fp32_by_default(rank: int, world: int) -> None:
     """FSDP2's default is ``param_dtype``, so only the matrices are compared."""
-    expected = only_matrices(ranks(1, emulated, 2, 1)[0])
-    for weights, _, _ in ranks(2, mixed_run, None, 1, False):
-        assert_equal_weights(only_matrices(weights), expected, 1e-6)
+    weights, _, _ = mixed_run(rank, world, None, False)
+    assert_equal_weights(only_matrices(weights), only_matrices(emulated(world)), 1e-6)
 
 
-def test_reduction_in_bf16_equals_emulation(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_reduction_in_bf16_equals_emulation(rank: int, world: int) -> None:
     start = build().state_dict()
-    expected, exact = (
-        only_matrices({n: t - start[n] for n, t in ranks(1, emulated, 2, 1, dtype)[0].items()})
-        for dtype in (BF16, torch.float32)
+    weights, _, at_rest = mixed_run(rank, world, BF16, False)
+    assert at_rest == {torch.float32}
+    found, expected, exact = (
+        only_matrices({n: t - start[n] for n, t in of_run.items()})
+        for of_run in (weights, emulated(world, BF16), emulated(world))
     )
-    for weights, _, at_rest in ranks(2, mixed_run, BF16, 1, False):
-        assert at_rest == {torch.float32}
-        found = only_matrices({n: weights[n] - start[n] for n in weights})
-        assert_equal_weights(found, expected, 1e-4)
-        assert max(relative_errors(found, exact).values()) > 1e-3, "reduce_dtype must change something"
+    assert_equal_weights(found, expected, 1e-4)
+    assert max(relative_errors(found, exact).values()) > 1e-3, "reduce_dtype must change something"
 
 
 # -- a model in bf16 -----------------------------------------------------------------------------------------------
@@ -114,24 +106,19 @@ def test_reduction_in_bf16_equals_emulation(ranks: RankPool) -> None:
 TINY = 1e-5
 
 
-def bf16_run(rank: int, world: int, steps: int) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+@pytest.mark.pitfall("P42")
+@on_ranks(2)
+def test_fp32_masters_accumulate_updates_that_bf16_loses(rank: int, world: int) -> None:
+    """Every element moves by about 1e-6 a step; half a unit in the last place of bf16 is 4e-4 at 0.2."""
+    steps = 20
+    start = only_matrices(build().to(BF16).state_dict())
     model = build().to(BF16)
     dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
     optimizer = dmuon.Muon(model, lr=TINY, weight_decay=0.0, ns_coefficients="classic", adamw_lr=0.0)
     inside: set[torch.dtype] = set()
     model.blocks[0].mix.register_forward_pre_hook(lambda m, _: inside.add(m.weight.dtype))
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-        optimizer.step()
-    return full_state(model), inside
-
-
-@pytest.mark.pitfall("P42")
-def test_fp32_masters_accumulate_updates_that_bf16_loses(ranks: RankPool) -> None:
-    """Every element moves by about 1e-6 a step; half a unit in the last place of bf16 is 4e-4 at 0.2."""
-    steps = 20
-    start = only_matrices(build().to(BF16).state_dict())
+    train(model, optimizer, range(steps), rank, world)
+    assert inside == {BF16}
 
     lost = build().to(BF16)
     matrices = [p for n, p in lost.named_parameters() if is_matrix(n)]
@@ -152,15 +139,14 @@ def test_fp32_masters_accumulate_updates_that_bf16_loses(ranks: RankPool) -> Non
     unmoved = sum(int((dict(lost.named_parameters())[n] == t).sum()) for n, t in start.items())
     assert unmoved > 0.9 * sum(t.numel() for t in start.values())
 
+    weights = only_matrices(full_state(model))
     expected = {n: t - start[n].float() for n, t in only_matrices(masters.state_dict()).items()}
-    for weights, inside in ranks(2, bf16_run, steps):
-        assert inside == {BF16}
-        found = {n: t - start[n].float() for n, t in only_matrices(weights).items()}
-        for name, moved in found.items():
-            assert weights[name].dtype == torch.float32
-            # Aligned updates add up to lr · 0.2 √max(m, n) per singular direction and step.
-            assert float((moved != 0).float().mean()) == 1.0, name
-        assert max(relative_errors(found, expected).values()) < 5e-2  # gradients are added up in bf16 by the emulation
+    found = {n: t - start[n].float() for n, t in weights.items()}
+    for name, moved in found.items():
+        assert weights[name].dtype == torch.float32
+        # Aligned updates add up to lr · 0.2 √max(m, n) per singular direction and step.
+        assert float((moved != 0).float().mean()) == 1.0, name
+    assert max(relative_errors(found, expected).values()) < 5e-2  # gradients are added up in bf16 by the emulation
 
 
 # -- the optimizer and what it is given ----------------------------------------------------------------------------
@@ -174,7 +160,9 @@ def alike(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return params
 
 
-def poisoned_block(rank: int, world: int) -> dict[str, Tensor]:
+@pytest.mark.pitfall("P38")
+@on_ranks(2)
+def test_nan_gradient_of_one_owner_spares_every_other_matrix(rank: int, world: int) -> None:
     """One NaN in the gradient that the owner received, after the reduction."""
     model = build()
     dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
@@ -184,19 +172,9 @@ def poisoned_block(rank: int, world: int) -> dict[str, Tensor]:
     if grad.numel():
         grad[0, 0] = math.nan
     optimizer.step()
-    return full_state(model)
-
-
-@pytest.mark.pitfall("P38")
-def test_nan_gradient_of_one_owner_spares_every_other_matrix(ranks: RankPool) -> None:
-    model = build()
-    optimizer = Reference(model)
-    loss_of(model, *batch(0)).backward()
-    optimizer.step()
-    expected = dict(model.state_dict())
-    for weights in ranks(2, poisoned_block):
-        assert weights.pop("blocks.1.mix.weight").isnan().any()
-        assert_equal_weights(weights, {n: expected[n] for n in weights})
+    weights, expected = full_state(model), reference_weights(1)
+    assert weights.pop("blocks.1.mix.weight").isnan().any()
+    assert_equal_weights(weights, {n: expected[n] for n in weights})
 
 
 @pytest.mark.pitfall("P23", "P39")

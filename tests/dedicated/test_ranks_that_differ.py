@@ -41,35 +41,32 @@ EDITS: dict[str, tuple[Edit, str]] = {
 }
 
 
-def check_edits(layouts: list[str], rank: int, names: list[str]) -> None:
-    for layout in layouts:
-        for name in names:
-            edit, told = EDITS[name]
-            laid = lay(layout, build())
-            optimizer = laid.optimizer()
-            laid.backward(0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if rank == 1:
-                edit(optimizer)
-            with pytest.raises(dmuon.CollectiveError, match="the ranks have different options") as caught:
-                laid.backward(1)  # the vote of the dedicated residency
-                optimizer.step()  # that of the exchanged one
-            assert re.search(told, str(caught.value)), (layout, name, str(caught.value))
-
-
 @pytest.mark.pitfall("P73")
-@on_ranks(2)
-def test_options_that_differ_end_all_ranks_before_the_step(rank: int, world: int) -> None:
-    check_edits(["1d-two-lines"], rank, ["lr of Muon", "lr of AdamW"])
-    check_edits(["fsdp2-2"], rank, ["lr in its last bit"])
-
-
-@pytest.mark.slow
-@pytest.mark.pitfall("P73")
-@on_ranks(2)
-def test_options_that_differ_end_all_ranks_in_every_layout(rank: int, world: int) -> None:
-    check_edits(["1d", "ddp-2", "tp", "fsdp2-2", "ddp"], rank, list(EDITS))
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("1d-two-lines", ["lr of Muon", "lr of AdamW"]),
+        ("fsdp2-2", ["lr in its last bit"]),
+        *(pytest.param(layout, [*EDITS][1:], marks=pytest.mark.slow) for layout in ("ddp-2", "tp", "ddp")),
+    ],
+)
+@on_ranks("layout")
+def test_options_that_differ_end_all_ranks_before_the_step(
+    rank: int, world: int, layout: str, names: list[str]
+) -> None:
+    for name in names:
+        edit, told = EDITS[name]
+        laid = lay(layout, build())
+        optimizer = laid.optimizer()
+        laid.backward(0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 1:
+            edit(optimizer)
+        with pytest.raises(dmuon.CollectiveError, match="the ranks have different options") as caught:
+            laid.backward(1)  # the vote of the dedicated residency
+            optimizer.step()  # that of the exchanged one
+        assert re.search(told, str(caught.value)), (name, str(caught.value))
 
 
 @pytest.mark.pitfall("P73")
@@ -82,36 +79,29 @@ def test_options_that_differ_from_the_start_are_told_in_the_first_backward(rank:
     assert optimizer is not None
 
 
-def check_freezing(layouts: list[str], rank: int) -> None:
-    for layout in layouts:
-        for name in ("blocks.1.up.weight", "blocks.0.norm.weight", "head.weight"):
-            laid = lay(layout, build())
-            optimizer = laid.optimizer()
-            params = dict(laid.model.named_parameters())
-            for step in range(2):  # frozen on all ranks, and trained again: no difference
-                laid.backward(step)
-                optimizer.step()
-                optimizer.zero_grad()
-                params[name].requires_grad_(step == 1)
-            laid.backward(2)
+@pytest.mark.parametrize(
+    "layout",
+    ["1d-two-lines", *(pytest.param(n, marks=pytest.mark.slow) for n in ("hsdp-two-lines", "ddp-4", "tp-two-lines"))],
+)
+@on_ranks("layout")
+def test_a_parameter_that_one_rank_alone_freezes_is_named(rank: int, world: int, layout: str) -> None:
+    for name in ("blocks.1.up.weight", "blocks.0.norm.weight", "head.weight"):
+        laid = lay(layout, build())
+        optimizer = laid.optimizer()
+        params = dict(laid.model.named_parameters())
+        for step in range(2):  # frozen on all ranks, and trained again: no difference
+            laid.backward(step)
             optimizer.step()
             optimizer.zero_grad()
-            if rank == 1:
-                params[name].requires_grad_(False)
-            with pytest.raises(dmuon.CollectiveError, match=rf"requires_grad of '{name}'=False"):
-                laid.backward(3)
-                dmuon.clip_grad_norm_(laid.model.parameters(), 1.0)
-
-
-@on_ranks(2)
-def test_a_parameter_that_one_rank_alone_freezes_is_named(rank: int, world: int) -> None:
-    check_freezing(["1d-two-lines"], rank)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_a_parameter_that_one_rank_alone_freezes_is_named_in_every_layout(rank: int, world: int) -> None:
-    check_freezing(["hsdp-two-lines", "ddp-4", "tp-two-lines"], rank)
+            params[name].requires_grad_(step == 1)
+        laid.backward(2)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 1:
+            params[name].requires_grad_(False)
+        with pytest.raises(dmuon.CollectiveError, match=rf"requires_grad of '{name}'=False"):
+            laid.backward(3)
+            dmuon.clip_grad_norm_(laid.model.parameters(), 1.0)
 
 
 @on_ranks(2)

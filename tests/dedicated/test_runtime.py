@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
 from harness.network import full_state, loss_of, shard
 from harness.on_ranks import on_ranks
-from harness.pool import RankPool
-from harness.topologies import LAYOUTS, lay, runtime_of
+from harness.oracle import reference_weights
+from harness.topologies import lay, runtime_of
 from harness.toy import OPTIONS, WIDTH, batch, build
 from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
@@ -54,7 +57,10 @@ def test_elementwise_optimizers_work_on_owned_parameters(rank: int, world: int) 
 # -- placement and memory -----------------------------------------------------------------------------------------
 
 
-def run_placement(rank: int, world: int, keep: bool) -> dict[str, Any]:
+@pytest.mark.pitfall("P14", "P27", "P59")
+@pytest.mark.parametrize("keep", [False, True])
+@on_ranks(4)
+def test_placeholders_are_empty_and_buffers_freed(rank: int, world: int, keep: bool) -> None:
     model = build()
     optimizer = dedicate(model, world, keep=keep)
     runtime = runtime_of(model)
@@ -86,7 +92,8 @@ def run_placement(rank: int, world: int, keep: bool) -> dict[str, Any]:
         with torch.no_grad():
             model(tokens)
         check(kept)
-    return {"most blocks at once": max(inside), "owned": sum(o == rank for o in owners.values())}
+    assert len(owners) == 9
+    assert max(inside) <= (3 if keep else 2), "the block that computes and the prefetched one"
 
 
 def _filled(runtime: Any) -> int:
@@ -97,28 +104,15 @@ def _nbytes(buffer: Any) -> int:
     return sum(storage.nbytes() for storage in buffer.storages)
 
 
-@pytest.mark.pitfall("P14", "P27", "P59")
-@pytest.mark.parametrize("keep", [False, True])
-def test_placeholders_are_empty_and_buffers_freed(ranks: RankPool, keep: bool) -> None:
-    results = ranks(4, run_placement, keep)
-    assert sum(r["owned"] for r in results) == 9
-    for result in results:
-        assert result["most blocks at once"] <= (3 if keep else 2), "the block that computes and the prefetched one"
-
-
-def gradient_storage(_rank: int, _world: int, name: str) -> tuple[int, int]:
-    laid = lay(name, build())
+@pytest.mark.pitfall("P59")
+@pytest.mark.parametrize("layout", ["1d-two-lines", "hsdp", "ddp-4", "tp"])
+@on_ranks("layout")
+def test_gradients_keep_no_memory_of_what_others_own(rank: int, world: int, layout: str) -> None:
+    laid = lay(layout, build())
     laid.loss(0).backward()
     grads = [local_tensor(p.grad) for p in dmuon.owned_parameters(laid.model)]
     kept = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads if g.numel()}
-    return sum(kept.values()), sum(-(-g.nbytes // 256) * 256 for g in grads)
-
-
-@pytest.mark.pitfall("P59")
-@pytest.mark.parametrize("name", ["1d-two-lines", "hsdp", "ddp-4", "tp"])
-def test_gradients_keep_no_memory_of_what_others_own(ranks: RankPool, name: str) -> None:
-    for kept, owned in ranks(LAYOUTS[name].world, gradient_storage, name):
-        assert kept <= owned, f"{kept} bytes of storage for {owned} bytes of gradients"
+    assert sum(kept.values()) <= sum(-(-g.nbytes // 256) * 256 for g in grads)
 
 
 # -- misuse -------------------------------------------------------------------------------------------------------
@@ -147,3 +141,54 @@ def test_misuse_is_named(rank: int, world: int) -> None:
     model.blocks[1].mix.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
     with pytest.raises(RuntimeError, match=r"'blocks\.1\.mix\.weight' was replaced in its module"):
         model(batch(0)[0])
+
+
+def names_inputs(model: nn.Module) -> None:
+    optimizer = dmuon.Muon(model)
+    model(batch(0)[0]).sum().backward(inputs=list(model.parameters()))
+    optimizer.step()
+
+
+def computes_owned_weights(model: nn.Module) -> None:
+    weight = model.get_parameter("blocks.0.up.weight") * 2
+    functional_call(model, {"blocks.0.up.weight": weight}, (torch.zeros(2, 5, dtype=torch.long),))
+
+
+REFUSED: dict[Callable[[nn.Module], None], str] = {
+    names_inputs: r"no parameter that dmuon owns has a gradient: backward\(inputs=…\)",
+    computes_owned_weights: r"'blocks\.0\.up\.weight' was replaced in its module after dedicate_params",
+}
+
+
+@on_ranks(2)
+def test_what_graphs_of_owned_weights_cannot_do_is_refused(rank: int, world: int) -> None:
+    for program, message in REFUSED.items():
+        model = build()
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+        with pytest.raises(RuntimeError, match=message):
+            program(model)
+
+
+# -- without a process group -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P56")
+def test_one_process_needs_no_process_group() -> None:
+    assert not dist.is_initialized()
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        optimizer.step()
+    assert_equal_weights(dict(model.state_dict()), reference_weights(2))
+    with pytest.raises(TypeError, match=r"mesh must be a torch\.distributed DeviceMesh"):
+        dmuon.dedicate_params(model, None)  # type: ignore[arg-type]
+    for use in (
+        lambda: dmuon.set_requires_gradient_sync(model, False),
+        lambda: dmuon.summon_full_params(model).__enter__(),
+        lambda: dmuon.no_sync(model).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=r"not dedicated: call dmuon\.dedicate_params"):
+            use()
+    assert dmuon.owned_parameters(model) == set()

@@ -1,4 +1,4 @@
-"""Meshes and splits beyond rows and columns: sequence parallelism, parts of the world, several models."""
+"""Meshes and splits beyond rows and columns: sequence parallelism, and stages of a pipeline, as one process."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness.assertions import assert_equal_weights, assert_same_bits
-from harness.network import Block, Network, full_state, is_matrix
-from harness.oracle import reference_weights
+from harness.assertions import assert_equal_weights
+from harness.network import Block, Network, full_state, is_matrix, loss_of, shard
+from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
+from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
 from harness.topologies import Laid
-from harness.toy import OPTIONS, build
+from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 
 
 def train(laid: Laid, optimizer: dmuon.Muon, steps: int = 3) -> None:
@@ -77,7 +81,16 @@ SPLITS: dict[str, tuple[Callable[[], Network], Callable[[Network, DeviceMesh], N
 }
 
 
-def run_split(_rank: int, world: int, kind: str, fsdp: bool) -> tuple[dict[str, Tensor], int, list[str]]:
+@pytest.mark.pitfall("P04", "P37")
+@pytest.mark.parametrize(
+    ("kind", "world", "fsdp"),
+    [
+        *(pytest.param(kind, 2, False, id=f"{kind}-tp") for kind in SPLITS),
+        *(pytest.param(kind, 4, kind == "copies", id=f"{kind}-dp-tp", marks=pytest.mark.slow) for kind in SPLITS),
+    ],
+)
+@on_ranks()
+def test_sequence_parallel_norms_and_copied_matrices(rank: int, world: int, kind: str, fsdp: bool) -> None:
     make, split = SPLITS[kind]
     model = make()
     whole = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -91,22 +104,119 @@ def run_split(_rank: int, world: int, kind: str, fsdp: bool) -> tuple[dict[str, 
     optimizer = dmuon.Muon(model, **OPTIONS)
     train(Laid(model, mesh, mesh.get_local_rank(), mesh.size(), model), optimizer)
     muon = [n for n, p in model.named_parameters() if p in dmuon.owned_parameters(model)]
-    return full_state(model), optimizer.last_step.ns_matrices, muon
+    assert len(muon) == 9 and all(map(is_matrix, muon)), "norms stay on AdamW"
+    weights = full_state(model)
+    assert_equal_weights(weights, reference_weights(3))
+    assert_same_over_ranks(weights)
+    assert over_ranks(optimizer.last_step.ns_matrices) == 9
 
 
-@pytest.mark.pitfall("P04", "P37")
-@pytest.mark.parametrize(
-    ("kind", "world", "fsdp"),
-    [
-        *(pytest.param(kind, 2, False, id=f"{kind}-tp") for kind in SPLITS),
-        *(pytest.param(kind, 4, False, id=f"{kind}-dp-tp", marks=pytest.mark.slow) for kind in SPLITS),
-        *(pytest.param(kind, 4, True, id=f"{kind}-fsdp-tp", marks=pytest.mark.slow) for kind in SPLITS),
-    ],
-)
-def test_sequence_parallel_norms_and_copied_matrices(ranks: RankPool, kind: str, world: int, fsdp: bool) -> None:
-    results = ranks(world, run_split, kind, fsdp)
-    for weights, _, muon in results:
-        assert len(muon) == 9 and all(map(is_matrix, muon)), "norms stay on AdamW"
-        assert_equal_weights(weights, reference_weights(3))
-    assert_same_bits([weights for weights, *_ in results])
-    assert sum(calls for _, calls, _ in results) == 9
+# -- pipeline stages, each dedicated over its own data-parallel ranks --------------------------------------------------
+
+
+STAGES, LAYERS, MICRO, STEPS, MAX_NORM = 2, 4, 4, 3, 0.5
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+
+
+class Stage(nn.Module):
+    """A half of a toy model."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        whole = build(layers=LAYERS)
+        half = LAYERS // STAGES
+        self.embed = whole.embed if index == 0 else None
+        self.blocks = whole.blocks[index * half : (index + 1) * half]
+        self.norm = whole.norm if index == STAGES - 1 else None
+        self.head = whole.head if index == STAGES - 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.head is not None and self.norm is not None else x
+
+
+def global_names(state: dict[str, Tensor], stage: int) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in state.items():
+        if name.startswith("blocks."):
+            _, number, rest = name.split(".", 2)
+            name = f"blocks.{int(number) + stage * LAYERS // STAGES}.{rest}"
+        found[name] = tensor
+    return found
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def run_stage(
+    rank: int, world: int, schedule: str, fsdp: bool, clip: bool
+) -> tuple[dict[str, Tensor], list[str], int, list[float]]:
+    whole = init_device_mesh("cpu", (STAGES, world // STAGES), mesh_dim_names=("pp", "dp"))
+    mesh = whole["dp"]
+    index, dp = whole.get_local_rank("pp"), mesh.size()
+    model = Stage(index)
+    plan = dmuon.dedicate_params(model, mesh, costs="flops")
+    if fsdp:
+        for block in model.blocks:
+            dmuon.fully_shard(block, mesh=mesh)
+        dmuon.fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    flight: list[int] = []
+    first = dedications(model)[0].runtime.blocks[0]
+    model.blocks[0].register_forward_hook(lambda *_: flight.append(first.calls))
+    stage = PipelineStage(model, index, STAGES, torch.device("cpu"), group=whole.get_group("pp"))
+    pipeline = SCHEDULES[schedule](stage, MICRO, loss_fn=cross_entropy)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens, targets = shard(batch(step, rows=16), mesh.get_local_rank(), dp)
+        if index == 0:
+            pipeline.step(tokens)
+        else:
+            pipeline.step(target=targets)
+        if clip:
+            norms.append(float(dmuon.clip_grad_norm_(model.parameters(), MAX_NORM, pp_mesh=whole["pp"])))
+        optimizer.step()
+    return global_names(full_state(model), index), sorted(plan.owners), max(flight), norms
+
+
+def run_reference(clip: bool) -> tuple[dict[str, Tensor], list[float]]:
+    model = build(layers=LAYERS)
+    optimizer = Reference(model)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step, rows=16)).backward()
+        if clip:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return {n: p.detach() for n, p in model.state_dict().items()}, norms
+
+
+def check(ranks: RankPool, schedule: str, world: int, fsdp: bool, clip: bool = False) -> None:
+    results = ranks(world, run_stage, schedule, fsdp, clip)
+    expected, norms = run_reference(clip)
+    dp = world // STAGES
+    for first, second in zip(results[:dp], results[dp:], strict=True):
+        assert_equal_weights({**first[0], **second[0]}, expected)
+    for weights, owned, flight, found in results:
+        stage_weights = results[0] if weights.keys() == results[0][0].keys() else results[-1]
+        assert all(torch.equal(tensor, stage_weights[0][name]) for name, tensor in weights.items())
+        assert len(owned) == 3 * LAYERS // STAGES, "a plan holds the matrices of its stage"
+        assert flight >= (2 if "embed.weight" in weights or schedule == "GPipe" else 1), "forwards in flight"
+        assert found == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.pitfall("P19")
+@pytest.mark.parametrize(("schedule", "world", "fsdp"), [("GPipe", 2, False), ("1F1B", 4, True)])
+def test_stages_equal_single_process(ranks: RankPool, schedule: str, world: int, fsdp: bool) -> None:
+    check(ranks, schedule, world, fsdp)
+
+
+@pytest.mark.pitfall("P36")
+def test_clipping_over_all_stages(ranks: RankPool) -> None:
+    check(ranks, "1F1B", 2, fsdp=False, clip=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from harness.dtensors import local_tensor
 from harness.network import loss_of
-from harness.pool import RankPool
-from harness.topologies import LAYOUTS, lay
+from harness.on_ranks import on_ranks
+from harness.topologies import lay
 from harness.toy import batch, build
 from harness.traffic import Amount, Traffic
 from torch import Tensor
@@ -29,29 +30,11 @@ OPERATORS = {
 }
 
 
-def count_step(
-    _rank: int, _world: int, name: str, keep: bool, micro: int, transport: Any
-) -> tuple[dict[str, Amount], Any]:
-    laid = lay(name, build(), keep=keep, comm=dmuon.CommOptions(transport=transport))
-    model = laid.model
-    optimizer = dmuon.Muon(model)
-    tokens, targets = laid.mine(batch(0))
-    for _ in range(2):
-        with Traffic() as traffic:
-            for i in range(micro):
-                dmuon.set_requires_gradient_sync(model, i == micro - 1)
-                loss_of(model, tokens, targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return traffic.by_operator(), expected_traffic(dedications(model)[0].runtime, micro)
-
-
 CASES = [
     ("1d-two-lines", False, 1, "broadcast"),
     ("1d-two-lines", False, 3, "single"),
     ("1d-two-lines", True, 3, "auto"),
     ("hsdp-two-lines", False, 1, "broadcast"),
-    ("hsdp-two-lines", False, 2, "single"),
     pytest.param("hsdp-two-lines", True, 2, "single", marks=pytest.mark.slow),
     ("ddp-4", False, 1, "broadcast"),
     ("ddp-2", False, 3, "single"),
@@ -62,16 +45,28 @@ CASES = [
 
 
 @pytest.mark.pitfall("P12", "P13", "P26")
-@pytest.mark.parametrize(("name", "keep", "micro", "transport"), CASES)
+@pytest.mark.parametrize(("layout", "keep", "micro", "transport"), CASES)
+@on_ranks("layout")
 def test_collectives_and_bytes_equal_the_formula(
-    ranks: RankPool, name: str, keep: bool, micro: int, transport: str
+    rank: int, world: int, layout: str, keep: bool, micro: int, transport: Any
 ) -> None:
-    for amounts, expected in ranks(LAYOUTS[name].world, count_step, name, keep, micro, transport):
-        for purposes, operators in OPERATORS.items():
-            counted = [amounts.get(operator, Amount()) for operator in operators]
-            found = sum(a.operations for a in counted), sum(a.nbytes for a in counted)
-            wanted = sum(expected.calls.get(p, 0) for p in purposes), sum(expected.nbytes.get(p, 0) for p in purposes)
-            assert found == wanted, f"{purposes}: {found} calls and bytes, the formula says {wanted}; all: {amounts}"
+    laid = lay(layout, build(), keep=keep, comm=dmuon.CommOptions(transport=transport))
+    model = laid.model
+    optimizer = dmuon.Muon(model)
+    tokens, targets = laid.mine(batch(0))
+    for _ in range(2):
+        with Traffic() as traffic:
+            for i in range(micro):
+                dmuon.set_requires_gradient_sync(model, i == micro - 1)
+                loss_of(model, tokens, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    amounts, expected = traffic.by_operator(), expected_traffic(dedications(model)[0].runtime, micro)
+    for purposes, operators in OPERATORS.items():
+        counted = [amounts.get(operator, Amount()) for operator in operators]
+        found = sum(a.operations for a in counted), sum(a.nbytes for a in counted)
+        wanted = sum(expected.calls.get(p, 0) for p in purposes), sum(expected.nbytes.get(p, 0) for p in purposes)
+        assert found == wanted, f"{purposes}: {found} calls and bytes, the formula says {wanted}; all: {amounts}"
 
 
 def _live_storage() -> int:
@@ -100,17 +95,28 @@ def _local_bytes(tensor: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def measure_memory(_rank: int, _world: int, name: str, keep: bool, half: bool) -> tuple[int, int, int, int, bool]:
-    """Live bytes after a step, those expected, those of the model, leftovers after deletion, and originals freed."""
-    import weakref
-
+@pytest.mark.pitfall("P59")
+@pytest.mark.parametrize(
+    ("layout", "keep", "half"),
+    [
+        ("1d-two-lines", False, False),
+        ("1d", True, True),
+        ("ddp-2", False, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("hsdp", False, True), ("tp-fsdp", False, False), ("hsdp", True, True))
+        ),
+    ],
+)
+@on_ranks("layout")
+def test_live_memory_equals_the_formula(rank: int, world: int, layout: str, keep: bool, half: bool) -> None:
     before = _live_storage()
     torch.manual_seed(0)
     model = build(layers=6, hidden=512)
     whole = sum(p.numel() * 4 for p in model.parameters())
     original = weakref.ref(model.blocks[0].up.weight)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None
-    laid = lay(name, model, keep=keep, mp_policy=policy)
+    laid = lay(layout, model, keep=keep, mp_policy=policy)
     optimizer = dmuon.Muon(laid.model)
     for step in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -121,29 +127,8 @@ def measure_memory(_rank: int, _world: int, name: str, keep: bool, half: bool) -
     rest = sum(_local_bytes(p) for p in laid.model.parameters() if not hasattr(p, "owner"))
     expected = memory.at_rest + 3 * rest
     live = _live_storage_down_to(before + 1.05 * expected) - before
-    freed = original() is None
+    assert 0.95 * expected <= live <= 1.05 * expected, f"{live} bytes live, {expected} expected, model {whole}"
+    assert original() is None, "the tensors from before dedication are not kept alive"
     del laid, optimizer, model
     left = _live_storage_down_to(before + 0.02 * whole) - before
-    return live, expected, whole, left, freed
-
-
-@pytest.mark.pitfall("P59")
-@pytest.mark.parametrize(
-    ("name", "keep", "half"),
-    [
-        ("1d-two-lines", False, False),
-        ("1d", True, True),
-        ("hsdp", False, True),
-        ("ddp-2", False, True),
-        ("tp-fsdp", False, False),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("hsdp", False, False), ("hsdp", True, True), ("tp", False, False))
-        ),
-    ],
-)
-def test_live_memory_equals_the_formula(ranks: RankPool, name: str, keep: bool, half: bool) -> None:
-    for live, expected, whole, after, freed in ranks(LAYOUTS[name].world, measure_memory, name, keep, half):
-        assert 0.95 * expected <= live <= 1.05 * expected, f"{live} bytes live, {expected} expected, model {whole}"
-        assert freed, "the tensors from before dedication are not kept alive"
-        assert after <= 0.02 * whole, f"{after} bytes outlive the model"
+    assert left <= 0.02 * whole, f"{left} bytes outlive the model"

@@ -157,38 +157,32 @@ SEEN = ("dataclass", "slots", "closure", "attribute", "buffer", "notes")
 UNSEEN = ("board", "board_alone")
 
 
-def check_ways(layouts: list[tuple[str, bool]], ways: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "keep", "ways"),
+    [
+        ("1d-two-lines", False, (*SEEN, "board_alone")),
+        ("1d-two-lines", True, ("attribute", *UNSEEN)),
+        ("ddp-2", False, ("attribute", *UNSEEN)),
+        pytest.param("hsdp-two-lines", False, (*SEEN, "board_alone"), marks=pytest.mark.slow),
+        pytest.param("tp-two-lines", False, (*SEEN, "board_alone"), marks=pytest.mark.slow),
+        pytest.param("hsdp-two-lines", True, UNSEEN, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("layout")
+def test_blocks_train_whatever_they_return(
+    rank: int, world: int, layout: str, keep: bool, ways: tuple[str, ...]
+) -> None:
     expected = expected_after(2)
-    for name, keep in layouts:
-        for way in ways:
-            model = model_of(way)
-            laid = lay(name, model, keep=keep)
-            optimizer = laid.optimizer()
-            for step in range(2):
-                optimizer.zero_grad()
-                loss_of(model, *laid.mine(batch(step))).backward()
-                optimizer.step()
-            with about((name, keep, way)):
-                assert_equal_weights(full_state(model), expected)
-
-
-@on_ranks(2)
-def test_blocks_train_whatever_they_return(rank: int, world: int) -> None:
-    check_ways([("1d-two-lines", False)], (*SEEN, "board_alone"))
-    check_ways([("1d-two-lines", True), ("ddp-2", False)], ("attribute", *UNSEEN))
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_blocks_train_whatever_they_return_in_every_layout(rank: int, world: int) -> None:
-    check_ways([("1d-two-lines", True), ("ddp-2", False), ("1d", True)], (*SEEN, *UNSEEN))
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_replicas_of_shards_train_whatever_blocks_return(rank: int, world: int) -> None:
-    check_ways([("hsdp-two-lines", False), ("tp-two-lines", False)], (*SEEN, "board_alone"))
-    check_ways([("hsdp-two-lines", True), ("ddp-4", False)], UNSEEN)
+    for way in ways:
+        model = model_of(way)
+        laid = lay(layout, model, keep=keep)
+        optimizer = laid.optimizer()
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, *laid.mine(batch(step))).backward()
+            optimizer.step()
+        with about(way):
+            assert_equal_weights(full_state(model), expected)
 
 
 @on_ranks(2)

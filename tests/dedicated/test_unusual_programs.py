@@ -10,8 +10,7 @@ from harness.assertions import assert_equal_weights
 from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, reference_weights
-from harness.pool import RankPool
-from harness.topologies import LAYOUTS, Laid, lay
+from harness.topologies import Laid, lay
 from harness.toy import WIDTH, batch, build
 from programs.unusual import Optional, accumulate
 from torch import Tensor
@@ -73,24 +72,9 @@ def optional_batch(step: int, micro: int, world: int) -> Tensor:
     return torch.randn(world, 4, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
 
 
-def run_optional(
-    rank: int, world: int, name: str, keep: bool, comm: Options, steps: Any
-) -> tuple[dict[str, Tensor], list[list[str]]]:
-    laid, optimizer = laid_out(name, Optional(), comm, keep)
-    names = []
-    for step, micro in enumerate(steps):
-        optimizer.zero_grad()
-        for i, (uses, kind) in enumerate(micro):
-            accumulate(laid.model, kind)
-            laid.model(optional_batch(step, i, world)[rank], uses[rank]).square().mean().backward()
-        names.append([n for n, p in laid.model.named_parameters() if p.grad is None])
-        optimizer.step()
-    return full_state(laid.model), names
-
-
 @pytest.mark.pitfall("P12", "P19", "P48")
 @pytest.mark.parametrize(
-    ("name", "keep", "comm", "steps", "unused"),
+    ("layout", "keep", "comm", "steps", "unused"),
     [
         ("1d-two-lines", False, {}, USES_OF_TWO, [0, 0, 5, 0, 5]),
         ("1d-two-lines", True, {}, USES_OF_TWO, [0, 0, 5, 0, 5]),
@@ -99,32 +83,39 @@ def run_optional(
         ("ddp-4", False, {}, USES, [0, 0, 5, 0]),
     ],
 )
+@on_ranks("layout")
 def test_parameters_that_only_some_ranks_use(
-    ranks: RankPool, name: str, keep: bool, comm: Options, steps: Any, unused: list[int]
+    rank: int, world: int, layout: str, keep: bool, comm: Options, steps: Any, unused: list[int]
 ) -> None:
     """No hang; a parameter that no rank used keeps ``grad is None`` and is skipped, as in a single process."""
-    world = LAYOUTS[name].world
-    results = ranks(world, run_optional, name, keep, comm, steps)
+    laid, optimizer = laid_out(layout, Optional(), comm, keep)
     model = Optional()
-    optimizer = Reference(model, matrix=lambda n: n.startswith("blocks.") and n.endswith("weight"))
-    expected = []
+    reference = Reference(model, matrix=lambda n: n.startswith("blocks.") and n.endswith("weight"))
     for step, micro in enumerate(steps):
         optimizer.zero_grad()
-        for i, (uses, _) in enumerate(micro):
+        reference.zero_grad()
+        for i, (uses, kind) in enumerate(micro):
             x = optional_batch(step, i, world)
+            accumulate(laid.model, kind)
+            laid.model(x[rank], uses[rank]).square().mean().backward()
             sum(model(x[r], uses[r]).square().mean() / world for r in range(world)).backward()
-        expected.append([n for n, p in model.named_parameters() if p.grad is None])
+        found, expected = ([n for n, p in m.named_parameters() if p.grad is None] for m in (laid.model, model))
+        assert found == expected and len(found) == unused[step]
         optimizer.step()
-    assert [len(names) for names in expected] == unused
-    for weights, names in results:
-        assert names == expected
-        assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
+        reference.step()
+    assert_equal_weights(full_state(laid.model), {n: p.detach() for n, p in model.state_dict().items()})
 
 
 # -- compile ------------------------------------------------------------------------------------------------------
 
 
-def run_compiled(_rank: int, _world: int, name: str, afterwards: bool) -> dict[str, Tensor]:
+@pytest.mark.pitfall("P57")
+@pytest.mark.parametrize(
+    ("layout", "afterwards"),
+    [("1d", True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in ("ddp-2", "hsdp"))],
+)
+@on_ranks("layout", timeout=110)
+def test_compiled_blocks_are_exact_and_compile_once(rank: int, world: int, layout: str, afterwards: bool) -> None:
     """Blocks are compiled before the model is dedicated, or ``afterwards``."""
     from torch._dynamo.utils import counters
 
@@ -134,10 +125,10 @@ def run_compiled(_rank: int, _world: int, name: str, afterwards: bool) -> dict[s
 
     torch._dynamo.reset()
     counters.clear()
-    model = build()
+    model, alone = build(), build()
     if not afterwards:
         compile_blocks()
-    laid, optimizer = laid_out(name, model, {})
+    laid, optimizer = laid_out(layout, model, {})
     if afterwards:
         compile_blocks()
     train(laid, optimizer, 1)
@@ -145,24 +136,9 @@ def run_compiled(_rank: int, _world: int, name: str, afterwards: bool) -> dict[s
     train(laid, optimizer)
     assert graphs >= 1 and counters["stats"]["unique_graphs"] == graphs, "compiled again in a later step"
     assert not counters["graph_break"]
-    return full_state(laid.model)
-
-
-@pytest.mark.pitfall("P57")
-@pytest.mark.parametrize(
-    ("name", "afterwards"),
-    [
-        ("1d", True),
-        ("ddp-2", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1d-two-lines", True), ("hsdp", False))),
-    ],
-)
-def test_compiled_blocks_are_exact_and_compile_once(ranks: RankPool, name: str, afterwards: bool) -> None:
-    model = build()
-    optimizer = Reference(model)
+    reference = Reference(alone)
     for step in (0, 0, 1, 2):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    for weights in ranks(LAYOUTS[name].world, run_compiled, name, afterwards, timeout=110):
-        assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
+        reference.zero_grad()
+        loss_of(alone, *batch(step)).backward()
+        reference.step()
+    assert_equal_weights(full_state(laid.model), {n: p.detach() for n, p in alone.state_dict().items()})

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.on_ranks import on_ranks
 from harness.pool import RankPool
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,8 +104,12 @@ def test_what_is_estimated_from_flops_is_orthogonalized_at_once(measured: Any) -
         assert rank.batch == COUNT // 2 * MATRIX_BYTES, "an estimate says nothing of batches"
 
 
-def owners_beside_a_link(_rank: int, world: int, ns_per_byte: float | None) -> dict[int, int]:
-    """Owners of one wide matrix and three square ones, equally dear, if every byte takes so long; None: no time."""
+@pytest.mark.parametrize(("ns_per_byte", "beside_the_wide_one"), [(None, 1), (16.0, 0)])
+@on_ranks(2)
+def test_what_a_measured_byte_costs_decides_who_owns_what(
+    rank: int, world: int, ns_per_byte: float | None, beside_the_wide_one: int
+) -> None:
+    """Of one wide matrix and three square ones, equally dear, if every byte takes so long; None: no time."""
     model = nn.Sequential(*matrices(SIDE, 16 * SIDE, 1), *matrices(count=3))
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     config = dmuon.create_dtensor_config(costs=CostTable({(SIDE, side): {1: 100_000} for side in (SIDE, 16 * SIDE)}))
@@ -115,14 +120,5 @@ def owners_beside_a_link(_rank: int, world: int, ns_per_byte: float | None) -> d
 
     with mock.patch.object(dist, "all_to_all_single", link):
         dmuon.Muon(model.parameters(), distributed_config=config)
-    owners: dict[int, int] = config.state["assignments"]
-    return owners
-
-
-@pytest.mark.parametrize(("ns_per_byte", "beside_the_wide_one"), [(None, 1), (16.0, 0)])
-def test_what_a_measured_byte_costs_decides_who_owns_what(
-    ranks: RankPool, ns_per_byte: float | None, beside_the_wide_one: int
-) -> None:
-    for owners in ranks(2, owners_beside_a_link, ns_per_byte):
-        wide, *squares = (owners[i] for i in range(4))
-        assert squares.count(wide) == beside_the_wide_one, f"owners {owners}"
+    wide, *squares = (config.state["assignments"][i] for i in range(4))
+    assert squares.count(wide) == beside_the_wide_one, f"owners {wide} and {squares}"

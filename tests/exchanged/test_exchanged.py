@@ -14,8 +14,7 @@ from harness.hand_laid import Weights
 from harness.network import Block, Network, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import reference_weights
-from harness.pool import RankPool
-from harness.topologies import LAYOUTS, Laid, lay, orthogonalized
+from harness.topologies import Laid, lay, orthogonalized
 from harness.toy import OPTIONS, batch, build
 from harness.traffic import Traffic
 from programs.unusual import ThinBlock
@@ -65,10 +64,12 @@ def forget() -> None:
     storage.carrier_dtype.cache_clear()
 
 
-def bf16_on_unlike_cpus(rank: int, _world: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["fsdp2-2", "tp", "1d"])
+@on_ranks("name")
+def test_ranks_of_which_one_multiplies_bf16_exchange_it(rank: int, world: int, name: str) -> None:
     """Only the last rank's CPU multiplies bf16: updates travel as it all the same."""
     multiplies = storage.cpu_multiplies_bf16
-    storage.cpu_multiplies_bf16 = lambda: rank == _world - 1
+    storage.cpu_multiplies_bf16 = lambda: rank == world - 1
     forget()
     try:
         weights, calls = run(lay(name, toy(name)), 3, ns_dtype=torch.bfloat16)
@@ -81,11 +82,6 @@ def bf16_on_unlike_cpus(rank: int, _world: int, name: str) -> None:
     for key, weight in weights.items():
         change = (exact[key] - start[key]).norm()
         assert (weight - exact[key]).norm() <= 0.1 * change, key
-
-
-@pytest.mark.parametrize("name", ["fsdp2-2", "tp", "1d"])
-def test_ranks_of_which_one_multiplies_bf16_exchange_it(ranks: RankPool, name: str) -> None:
-    ranks(LAYOUTS[name].world, bf16_on_unlike_cpus, name)
 
 
 # -- traffic --------------------------------------------------------------------------------------------------------
@@ -226,9 +222,6 @@ def test_a_rank_without_gradients_takes_part(rank: int, world: int, rest: int) -
     assert torch.equal(plain, noise(50, 3, 4)) and not optimizer.state[plain]["momentum_buffer"].any()
 
 
-# -- process groups -------------------------------------------------------------------------------------------------
-
-
 # -- groups that change, and both residencies -----------------------------------------------------------------------
 
 
@@ -301,6 +294,3 @@ def test_another_placement_is_planned_anew_and_momentum_follows(rank: int, world
             torch.utils.swap_tensors(param, nn.Parameter(param.detach().redistribute(placements=[placement])))
         weights.train(optimizer, 1)
         weights.check(optimizer)
-
-
-# -- training loops -------------------------------------------------------------------------------------------------

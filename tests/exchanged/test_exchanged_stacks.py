@@ -1,4 +1,4 @@
-"""Stacks of matrices, such as experts, on models that are sharded already: each matrix is one of its own."""
+"""Stacks of matrices, such as experts, and tensors that are several: each matrix is one of its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import raised_by
-from harness.dtensors import no_whole_tensors, noise, parameter, placements_of
-from harness.hand_laid import SPLITS, Weights
+from harness.dtensors import functions_of_whole_tensors, no_whole_tensors, noise, parameter, placements_of
+from harness.hand_laid import SPLITS, Weights, be_made_of
 from harness.inside import exchange_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.toy import OPTIONS
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
-from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
+from dmuon import DistributedConfig, MatrixSpec, create_dtensor_config, create_processgroup_config
 
 SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]
 MATRICES = [(7, 5), (9, 5)]
@@ -204,3 +204,69 @@ def test_a_users_assignment_that_asks_the_generated_one_keeps_its_plan(rank: int
         tasks = exchange_of(optimizer).tasks()
         found.append([(task.numbers, task.shared.parcel.owner, task.shared.domain.ranks) for task in tasks])
     assert found[0] == found[1] and len({owner for _, owner, _ in found[0]}) == 2
+
+
+# -- tensors that are several matrices ---------------------------------------------------------------------------------
+
+
+def test_parts_of_many_layers_are_orthogonalized_together() -> None:
+    """Of layers that lie alike, part by part."""
+    weights = Weights()
+    for i in range(4):
+        weights.add(i, SPLITS[0].shape, split=SPLITS[0])
+    optimizer = weights.optimizer(None)
+    weights.train(optimizer, STEPS)
+    assert (optimizer.last_step.ns_matrices, optimizer.last_step.ns_batches) == (12, 3)
+    weights.check(optimizer)
+
+
+@on_ranks(2)
+def test_parts_of_what_a_user_gathers_equal_matrices_of_their_own(rank: int, world: int) -> None:
+    """By functions that know nothing of parts."""
+    weights = Weights()
+    for i, split in enumerate(SPLITS):
+        weights.shard(i, split.shape, init_device_mesh("cpu", (world,)), [Shard(0)], split=split)
+    gather, redistribute = functions_of_whole_tensors()
+
+    def assign(params: list[Any], _: dict[str, Any]) -> dict[int, int]:
+        return {i: i % world for i in range(len(params))}
+
+    optimizer = weights.optimizer(DistributedConfig(assign, gather, redistribute, {}))
+    calls = over_ranks(weights.train(optimizer, STEPS))
+    weights.check(optimizer)
+    assert calls == STEPS * sum(map(len, weights.twin.params))
+
+
+@on_ranks(2)
+def test_one_fused_tensor_has_several_owners(rank: int, world: int) -> None:
+    """Queries, keys and values of one layer are shared out as three layers would be."""
+    weights = Weights()
+    weights.shard(0, SPLITS[0].shape, init_device_mesh("cpu", (world,)), [Shard(0)], split=SPLITS[0])
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"))
+    calls = weights.train(optimizer, 1)
+    weights.check(optimizer)
+    assert {over_ranks(calls), calls} in ({3, 1}, {3, 2})
+
+
+def test_parameters_that_take_the_place_of_others_are_split_as_they_were() -> None:
+    weights = Weights()
+    for i, split in enumerate(SPLITS):
+        weights.add(i, split.shape, split=split)
+    optimizer = weights.optimizer(None)
+    weights.params = [nn.Parameter(param.detach()) for param in weights.params]
+    optimizer.param_groups[0]["params"] = list(weights.params)
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+
+
+def test_matrices_of_one_shape_that_are_stored_otherwise_have_rates_of_their_own() -> None:
+    """``(in, out)`` beside ``(out, in)``: a rate that depends on which side is the output."""
+    plain, stored = nn.Parameter(torch.ones(4, 9)), nn.Parameter(torch.ones(4, 9))
+    be_made_of(stored, MatrixSpec(transposed=True))
+    optimizer = dmuon.Muon(
+        [{"params": [plain, stored], "use_muon": True}], lr=1.0, weight_decay=0.0, adjust_lr_fn="original"
+    )
+    gradient = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    plain.grad, stored.grad = gradient.clone(), gradient.clone()
+    optimizer.step()
+    assert torch.allclose(1 - stored.detach(), (9 / 4) ** 0.5 * (1 - plain.detach()), atol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +14,11 @@ from harness.assertions import assert_close
 from harness.dtensors import give, noise, parameter, whole
 from harness.network import full_state
 from harness.on_ranks import assert_same_over_ranks, on_ranks
-from harness.pool import RankPool
-from harness.topologies import LAYOUTS, lay
+from harness.topologies import lay
 from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import dmuon
 from dmuon.step import rounds
@@ -37,8 +37,21 @@ def trained(name: str, **options: Any) -> dict[str, Tensor]:
     return full_state(laid.network)
 
 
-def arrivals(_rank: int, _world: int, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole matrices have norm 1 when they arrive, so each part counted once, also where there are copies."""
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("fsdp2-2", torch.float16),
+        ("fsdp2-hsdp", torch.bfloat16),
+        ("fsdp2-tp", torch.float16),
+        *(
+            pytest.param(name, HALF[i % 2], marks=pytest.mark.slow)
+            for i, name in enumerate(("fsdp2-4", "tp-alone", "replicate-fsdp", "tp"))
+        ),
+    ],
+)
+@on_ranks("layout")
+def test_matrices_arrive_with_norm_one(rank: int, world: int, layout: str, dtype: torch.dtype) -> None:
+    """Whole ones, so each part counted once, also where there are copies."""
     seen: list[Tensor] = []
     sums = [0]
     orthogonalize, reduce = rounds.ExchangedRound.orthogonalize, dist.all_reduce
@@ -52,47 +65,22 @@ def arrivals(_rank: int, _world: int, name: str, dtype: torch.dtype, monkeypatch
         sums[0] += tensor.dtype == torch.float64
         return reduce(tensor, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(rounds.ExchangedRound, "orthogonalize", staticmethod(observed))
-        patch.setattr(dist, "all_reduce", counted)
-        weights = trained(name, ns_dtype=dtype)
+    with (
+        mock.patch.object(rounds.ExchangedRound, "orthogonalize", staticmethod(observed)),
+        mock.patch.object(dist, "all_reduce", counted),
+    ):
+        weights = trained(layout, ns_dtype=dtype)
     assert_same_over_ranks(weights)
     found = torch.cat(seen) if seen else torch.ones(1)
     assert (found - 1).abs().max() <= 1e-2, found
     assert sums[0] == STEPS, "one all-reduce a step, of the norms of all matrices"
-    start, exact = full_state(build()), trained(name)
-    with monkeypatch.context() as patch:
-        numerics = rounds.numerics_of
-        patch.setattr(rounds, "numerics_of", lambda *args: replace(numerics(*args), sent_normalized=False))
-        by_owner = trained(name, ns_dtype=dtype)
+    start, exact, numerics = full_state(build()), trained(layout), rounds.numerics_of
+    with mock.patch.object(rounds, "numerics_of", lambda *args: replace(numerics(*args), sent_normalized=False)):
+        by_owner = trained(layout, ns_dtype=dtype)
     for key, weight in weights.items():
         change = (exact[key] - start[key]).norm()
         assert (weight - exact[key]).norm() <= 0.1 * change, key
         assert (weight - by_owner[key]).norm() <= 0.05 * change, f"{key}: owners would divide to the same"
-
-
-def observed_arrivals(rank: int, world: int, name: str, dtype: torch.dtype) -> None:
-    patch = pytest.MonkeyPatch()
-    try:
-        arrivals(rank, world, name, dtype, patch)
-    finally:
-        patch.undo()
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("fsdp2-2", torch.float16),
-        ("fsdp2-hsdp", torch.bfloat16),
-        ("fsdp2-tp", torch.float16),
-        *(
-            pytest.param(name, HALF[i % 2], marks=pytest.mark.slow)
-            for i, name in enumerate(("fsdp2-4", "tp-alone", "replicate-fsdp", "tp"))
-        ),
-    ],
-)
-def test_matrices_arrive_with_norm_one(ranks: RankPool, name: str, dtype: torch.dtype) -> None:
-    ranks(LAYOUTS[name].world, observed_arrivals, name, dtype)
 
 
 @pytest.mark.pitfall("P19", "P38", "P48")
@@ -132,15 +120,31 @@ def assert_like_exact(change: dict[bool, list[Tensor]], limit: float) -> None:
             assert (x - y).norm() <= limit * x.norm(), f"matrix {number} of {tuple(exact.shape)}"
 
 
-def stacks(
-    rank: int,
-    world: int,
-    dims: tuple[int, ...],
-    shape: tuple[int, ...],
-    placements: list[Placement],
-    dtype: torch.dtype,
+STACKS = [
+    (2, (2,), (5, 6, 8), [Shard(0)]),  # each matrix is whole on one rank, and the other knows nothing of it
+    (2, (2,), (1, 6, 8), [Shard(0)]),
+    (2, (2,), (4, 6, 8), [Shard(1)]),
+    (3, (3,), (4, 6, 8), [Shard(0)]),
+    (4, (2, 2), (4, 6, 8), [Shard(0), Shard(1)]),
+    (4, (2, 2), (5, 6, 8), [Shard(0), Shard(0)]),
+    (4, (2, 2), (3, 6, 8), [Shard(0), Shard(2)]),
+    (4, (2, 2), (3, 6, 8), [Replicate(), Shard(0)]),
+    (4, (2, 2), (6, 6, 8), [Replicate(), Shard(1)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "dims", "shape", "placements", "dtype"),
+    [
+        pytest.param(*case, HALF[i % 2], marks=[] if i in (0, 4, 7) else pytest.mark.slow)
+        for i, case in enumerate(STACKS)
+    ],
+)
+@on_ranks()
+def test_matrices_of_stacks_keep_norms_of_their_own(
+    rank: int, world: int, dims: tuple[int, ...], shape: tuple[int, ...], placements: Any, dtype: torch.dtype
 ) -> None:
-    """Each matrix of a stack has a norm of its own, some a million times others'."""
+    """Of some a million times others'."""
     mesh = init_device_mesh("cpu", dims)
     change: dict[bool, list[Tensor]] = {}
     for half in (False, True):
@@ -163,32 +167,6 @@ def stacks(
     assert_like_exact(change, 0.02 if dtype == torch.float16 else 0.15)
 
 
-STACKS = [
-    ((2,), (5, 6, 8), [Shard(0)]),  # each matrix is whole on one rank, and the other knows nothing of it
-    ((2,), (1, 6, 8), [Shard(0)]),
-    ((2,), (4, 6, 8), [Shard(1)]),
-    ((3,), (4, 6, 8), [Shard(0)]),
-    ((2, 2), (4, 6, 8), [Shard(0), Shard(1)]),
-    ((2, 2), (5, 6, 8), [Shard(0), Shard(0)]),
-    ((2, 2), (3, 6, 8), [Shard(0), Shard(2)]),
-    ((2, 2), (3, 6, 8), [Replicate(), Shard(0)]),
-    ((2, 2), (6, 6, 8), [Replicate(), Shard(1)]),
-]
-
-
-@pytest.mark.parametrize(
-    ("dims", "shape", "placements", "dtype"),
-    [
-        pytest.param(*case, HALF[i % 2], marks=[] if i in (0, 4, 7) else pytest.mark.slow)
-        for i, case in enumerate(STACKS)
-    ],
-)
-def test_matrices_of_stacks_keep_norms_of_their_own(
-    ranks: RankPool, dims: tuple[int, ...], shape: tuple[int, ...], placements: list[Placement], dtype: torch.dtype
-) -> None:
-    ranks(torch.Size(dims).numel(), stacks, dims, shape, placements, dtype)
-
-
 PLACES = ("all", "experts", "data", "cut experts", "tensor", "all", "data", "cut experts")
 
 
@@ -203,7 +181,16 @@ def _placed(index: int, where: str, mesh: DeviceMesh) -> Tensor:
     return parameter(noise(index, *shape), of_mesh, placements)
 
 
-def several_domains(
+@pytest.mark.parametrize(
+    ("prefetch", "missing", "dtypes"),
+    [
+        (1, {2: 3, 4: 0}, (torch.float16, None, torch.bfloat16)),
+        pytest.param(0, {0: 1}, (torch.float16,), marks=pytest.mark.slow),
+        pytest.param(4, {}, (torch.float16, None, torch.bfloat16), marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(4)
+def test_ranks_of_several_domains_add_up_norms_in_one_order(
     rank: int, world: int, prefetch: int, missing: dict[int, int], dtypes: tuple[torch.dtype | None, ...]
 ) -> None:
     """``missing``: of a parameter a rank that has no gradient."""
@@ -227,23 +214,3 @@ def several_domains(
             optimizer.step()
         change[half] = [whole(p) - b for p, b in zip(params, before, strict=True)]
     assert_like_exact(change, 0.15)
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "missing", "dtypes"),
-    [
-        (1, {2: 3, 4: 0}, (torch.float16, None, torch.bfloat16)),
-        *(
-            pytest.param(prefetch, missing, dtypes, marks=pytest.mark.slow)
-            for prefetch, missing, dtypes in (
-                (0, {2: 3, 4: 0}, (torch.float16, None, torch.bfloat16)),
-                (1, {0: 1}, (torch.float16,)),
-                (4, {}, (torch.float16, None, torch.bfloat16)),
-            )
-        ),
-    ],
-)
-def test_ranks_of_several_domains_add_up_norms_in_one_order(
-    ranks: RankPool, prefetch: int, missing: dict[int, int], dtypes: tuple[torch.dtype | None, ...]
-) -> None:
-    ranks(4, several_domains, prefetch, missing, dtypes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -347,19 +346,16 @@ FAULTS: dict[str, tuple[Functions, type[Exception], str]] = {
 }
 
 
-def faulty_step(rank: int, world: int, name: str, together: bool, prefetch: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = DistributedConfig(by_index, *FAULTS[name][0], {}, together, prefetch)
-        stepped(rank, world, config, [(6, 4)] * 4, cut=True)
-
-
 @pytest.mark.pitfall("P49")
 @pytest.mark.parametrize(("together", "prefetch"), [(True, 1), (False, 0)])
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_a_function_ends_all_ranks(ranks: RankPool, name: str, together: bool, prefetch: int) -> None:
-    _, error, message = FAULTS[name]
-    ranks(2, faulty_step, name, together, prefetch, timeout=20, expect=error, match=message)
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2, timeout=20)
+def test_a_fault_of_a_function_ends_all_ranks(rank: int, world: int, name: str, together: bool, prefetch: int) -> None:
+    functions, error, message = FAULTS[name]
+    config = DistributedConfig(by_index, *functions, {}, together, prefetch)
+    with pytest.raises(error, match=message):
+        stepped(rank, world, config, [(6, 4)] * 4, cut=True)
 
 
 # -- flat shards: what a matrix is only the functions know ----------------------------------------------------------

@@ -10,6 +10,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (the e
 pytest.importorskip("safetensors", reason="safetensors is not installed (the extra 'frameworks')")
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import transformers
@@ -63,18 +64,17 @@ def test_its_own_function_gives_it_the_values_of_one_process(rank: int, world: i
 
 @pytest.mark.slow
 @pytest.mark.pitfall("P78", "P79")
-def test_safetensors_files_go_to_owners(ranks, tmp_path: Path) -> None:
-    alone(5).save_pretrained(tmp_path, max_shard_size="4KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    ranks(2, filled, str(tmp_path))
-
-
-def filled(rank: int, world: int, folder: str) -> None:
+@on_ranks(2)
+def test_safetensors_files_go_to_owners(rank: int, world: int, tmp_path: Path) -> None:
+    if rank == 0:
+        alone(5).save_pretrained(tmp_path, max_shard_size="4KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    dist.barrier()
     model = on_meta()
     dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops", initialize=model._init_weights)
     state = get_model_state_dict(model)
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path)))
     set_model_state_dict(model, state)
-    expected = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert_same_tensors(full_state(model), dict(expected.state_dict()))
     assert torch.equal(loss(model), loss(expected))

@@ -67,15 +67,16 @@ def _owner(model: nn.Module, path: str) -> nn.Module:
 
 
 def by_source() -> None:
-    """A model of each name without its sizes."""
+    """Of each file of models the first and the last by name without sizes, which differ the most."""
     import timm
 
-    first: dict[tuple[str, str], str] = {}
+    families: dict[str, dict[str, str]] = {}
     for name in timm.list_models():
-        first.setdefault((timm.model_entrypoint(name).__module__, re.sub(r"\d.*", "", name)), name)
+        of_file = families.setdefault(timm.model_entrypoint(name).__module__, {})
+        of_file.setdefault(re.sub(r"\d.*", "", name), name)
     outcomes: Counter[str] = Counter()
     wrong = []
-    for name in sorted(first.values()):
+    for name in sorted({[*of_file.values()][i] for of_file in families.values() for i in (0, -1)}):
         with torch.device("meta"):
             model = timm.create_model(name)
         splits, faults = disagreements(model, BY_HAND)
@@ -83,7 +84,7 @@ def by_source() -> None:
         outcomes["split" if splits else "plain"] += 1
     print(dict(outcomes))
     assert not wrong, wrong
-    assert outcomes["split"] > 150 and outcomes["plain"] > 100
+    assert outcomes["split"] > 40 and outcomes["plain"] > 30
 
 
 def by_numbers() -> None:

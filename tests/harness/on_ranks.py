@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.pool import Outcome, RankPool
+from harness.topologies import LAYOUTS
 from harness.worker import qualified_name
 
 
@@ -28,10 +29,11 @@ class _Body:
         return getattr(importlib.import_module(self.module), self.__qualname__).__wrapped__(*args)
 
 
-def on_ranks(size: int | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make ``test(rank, world, …)`` run on every rank of a group of ``size``; None where it is parametrized by world.
+def on_ranks(size: int | str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make ``test(rank, world, …)`` run on every rank of a group.
 
     Args:
+        size: of the group; or what the test calls the layout that it is given; None where it is parametrized by world.
         options: of the pool's call, such as what every rank must raise.
     """
 
@@ -41,7 +43,7 @@ def on_ranks(size: int | None = None, **options: Any) -> Callable[[Callable[...,
 
         @wraps(body)
         def test(ranks: RankPool, **given: Any) -> None:
-            number = given.pop("world", size)
+            number = LAYOUTS[given[size]].world if isinstance(size, str) else given.pop("world", size)
             ranks(number, _Body(body), *(given[p.name] for p in others), **options)
 
         fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)

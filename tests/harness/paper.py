@@ -42,7 +42,8 @@ class Paper(Twin):
         self.params[-1] = [nn.Parameter(param.detach().double()) for param in self.params[-1]]
         for param in self.params[-1]:
             zeros = torch.zeros_like(param)
-            self.moments[id(param)] = {"momentum": zeros, "rows": zeros.new_zeros(len(param), 1)}
+            rows = zeros.new_zeros(len(param), 1)
+            self.moments[id(param)] = {"momentum": zeros, "rows": rows, "elements": torch.zeros_like(zeros)}
             self.multipliers[id(param)] = multiplier
 
     @torch.no_grad()
@@ -62,9 +63,15 @@ class Paper(Twin):
         momentum, stored = moments["momentum"], self.family.get("momentum_dtype", torch.float64)
         folded = 0.95 * momentum + 0.05 * grad
         momentum.copy_(folded.float().to(stored) if stored is torch.bfloat16 else folded)
-        update = self.orthogonal(0.05 * grad + 0.95 * folded, moments)
+        averaged = 0.05 * grad + 0.95 * folded if self.family.get("nesterov", True) else folded
+        update = self.orthogonal(averaged, moments)
         lr = self.lr * self.multipliers[id(weight)]
-        decay = {"decoupled": lr * self.decay, "independent": self.decay, "l2": 0.0, "cautious": 0.0}[how]
+        if how == "hyperball" and weight.any():  # W ← R normalize(W - η R normalize(u))
+            radius = weight.norm()
+            moved = weight - lr * radius * (update / update.norm() if update.any() else update)
+            weight.copy_(radius * moved / moved.norm())
+            return
+        decay = {"decoupled": lr * self.decay, "independent": self.decay, "l2": 0.0}.get(how, 0.0)
         kept = torch.full_like(weight, 1 - decay)
         if how == "cautious":  # x ← x - η (u + λ 1[u x >= 0] x)
             kept = 1 - lr * self.decay * (update * weight >= 0).double()
@@ -72,11 +79,17 @@ class Paper(Twin):
 
     def orthogonal(self, x: Tensor, moments: dict[str, Tensor]) -> Tensor:
         by_user = self.family.get("orthogonalize")
+        x = x.sign() if self.family.get("second_moment") == "element" else x
         found = newton_schulz(x) if by_user is None else by_user(x[None])[0]
         if self.family.get("second_moment") == "row":
             rows, beta = moments["rows"], self.family.get("second_moment_beta", 0.95)
             rows.copy_(beta * rows + (1 - beta) * found.square().mean(1, keepdim=True))
             found = found / (rows.sqrt() + 1e-8)
+        elif self.family.get("second_moment") == "element":
+            elements, beta = moments["elements"], self.family.get("second_moment_beta", 0.95)
+            elements.copy_(beta * elements + (1 - beta) * found.square())
+            found = found / (elements.sqrt() + 1e-8)
+        if "second_moment" in self.family:
             # η̂ = 0.2 η √(mn) / ‖Ô‖, of which `rate` is 0.2 √max(m, n)
             found = found * min(found.shape) ** 0.5 / found.norm() if found.any() else found
         return found

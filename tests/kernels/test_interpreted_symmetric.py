@@ -66,7 +66,6 @@ pytestmark = [pytest.mark.pitfall("P43", "P44", "P45"), pytest.mark.skipif(bool(
     params=[
         pytest.param((POINTERS, torch.float16), id="pointers"),
         pytest.param((DESCRIPTORS, torch.float16), id="descriptors"),
-        pytest.param((DESCRIPTORS, torch.float32), id="descriptors, fp32", marks=pytest.mark.slow),
         pytest.param((HALVES, torch.float16), id="halves", marks=pytest.mark.slow),
     ]
 )
@@ -232,36 +231,25 @@ def test_many_super_rows(config, dtype):
     check(x, x.mT, config=replace(config, block=16, group=3))
 
 
-def test_strides_without_a_unit_stride():
-    x = gaussian(2, 80, 60)[:, ::2, ::3]
-    c = gaussian(2, 80, 80)
-    check(x, x.mT, (c + c.mT)[:, ::2, ::2], beta=0.5, config=POINTERS)
+SUM = gaussian(2, 80, 80) + gaussian(2, 80, 80).mT
+LYING = {  # in ways that descriptors do not take: a factor, an addend or none, and options
+    "without a unit stride": (gaussian(2, 80, 60)[:, ::2, ::3], SUM[:, ::2, ::2], {"beta": 0.5}),
+    "the batch last": (gaussian(40, 24, 3).permute(2, 0, 1), None, {"out": torch.empty(40, 40, 3).permute(2, 0, 1)}),
+    "an expanded batch": (
+        gaussian(1, 40, 24).half().expand(3, 40, 24),
+        torch.eye(40, dtype=torch.float16).expand(3, 40, 40),
+        {"beta": 2.0},
+    ),
+    "an unaligned address": (gaussian(48 * 32 + 1).half()[1:].view(48, 32), None, {}),
+    "by the default, which takes descriptors elsewhere": (gaussian(20, 12).half()[:, 1:8], None, {"config": None}),
+    "one by one": (gaussian(3, 1, 5), None, {}),
+}
 
 
-def test_the_batch_is_the_last_dimension():
-    x = gaussian(40, 24, 3).permute(2, 0, 1)
-    check(x, x.mT, out=torch.empty(40, 40, 3).permute(2, 0, 1), config=POINTERS)
-
-
-def test_an_expanded_batch():
-    x = gaussian(1, 40, 24).half().expand(3, 40, 24)
-    check(x, x.mT, torch.eye(40, dtype=torch.float16).expand(3, 40, 40), beta=2.0, config=POINTERS)
-
-
-def test_unaligned_addresses():
-    x = torch.zeros(48 * 32 + 1, dtype=torch.float16)[1:].view(48, 32)
-    x.copy_(gaussian(48, 32))
-    check(x, x.mT, config=POINTERS)
-
-
-def test_the_default_config_takes_no_descriptors_where_impossible():
-    x = gaussian(20, 12, seed=3).half()[:, 1:8]  # the default here takes descriptors
-    check(x, x.mT)
-
-
-def test_one_by_one():
-    x = gaussian(3, 1, 5)
-    check(x, x.mT, config=POINTERS)
+@pytest.mark.parametrize("name", LYING)
+def test_whatever_way_operands_lie(name):
+    x, c, options = LYING[name]
+    check(x, x.mT, c, **{"config": POINTERS, **options})
 
 
 def test_no_inner_dimension():

@@ -38,8 +38,7 @@ from torch.nn.utils import clip_grad_value_ as torch_clip_value
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import dmuon
-from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
-from dmuon.layout.topology import Position
+from dmuon.dedicated.owned_tensor import OwnedTensor
 
 TORCH_ORDERS = [2.0, 0.5, 0.0, math.inf, -math.inf, -1.0]
 COLLECTIVES = {"allreduce_", "_allgather_base_", "allgather_", "all_gather_into_tensor", "all_reduce", "broadcast_"}
@@ -85,31 +84,13 @@ def on_any_placement(rank: int, world: int) -> dict[str, Tensor]:
     return by_hand(lay_out)
 
 
-def on_owners_by_hand(shape: tuple[int, ...], last: Placement, rank: int, world: int) -> dict[str, Tensor]:
-    """Owned matrices on a mesh of ``shape``, all over it if ``last`` shards, else over all but its last dimension."""
-    mesh = init_device_mesh("cpu", shape)
-    owners = mesh.size() // (mesh.size(-1) if last.is_replicate() else 1)
-
-    def lay_out(number: int, name: str, grad: Tensor) -> Tensor:
-        if not is_matrix(name):
-            return distribute_tensor(grad, mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(0)], src_data_rank=None)
-        owner = number % owners
-        held = grad if owner == rank * owners // world else grad[:0]
-        placements = [Shard(0)] * (mesh.ndim - 1) + [last]
-        return owned_tensor(held.clone(), mesh, grad.shape, fqn=name, owners=(Position(owner),), placements=placements)
-
-    return by_hand(lay_out)
-
-
 STOCK = ["fsdp2-hsdp", "fsdp2-tp"]
-DEDICATED = ["1d-3", "1d-4-two-lines", "hsdp", "hsdp-two-lines", "ddp-2", "tp", "tp-fsdp", "tp-ddp"]
+DEDICATED = ["1d-3", "hsdp-two-lines", "ddp-2", "tp", "tp-fsdp", "tp-ddp"]
 # The number of ranks; and what gives the parameters of a rank, from its number and the world: collective.
 LAYOUTS: dict[str, tuple[int, Callable[[int, int], dict[str, Tensor]]]] = {
     **{name: (TOPOLOGIES[name].world, partial(on_topology, name)) for name in (*DEDICATED, *STOCK)},
     MIXED: (2, partial(on_topology, MIXED)),
     "any placement": (4, on_any_placement),
-    "owned, 2-D": (4, partial(on_owners_by_hand, (2, 2), Shard(0))),
-    "owned x TP replicated": (4, partial(on_owners_by_hand, (2, 1, 2), Replicate())),
 }
 
 
@@ -300,15 +281,11 @@ def results_of(ranks: RankPool) -> Callable[[Callable[[dict[str, Tensor]], Any],
 
 SLOW = (
     "1d-3",
-    "1d-4-two-lines",
     "hsdp-two-lines",
     "tp-ddp",
     "fsdp2-tp",
-    "owned, 2-D",
     "tp-fsdp",
-    "hsdp",
     "root replicated",
-    "owned x TP replicated",
     "any placement",
 )
 

@@ -96,9 +96,6 @@ def test_a_hook_before_the_step_may_give_it_a_closure() -> None:
     assert_equal_weights(weights(model), reference_weights(1))
 
 
-# -- torch.compile and torch.func ------------------------------------------------------------------------------------
-
-
 # -- a step inside backward -------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from itertools import product
@@ -13,7 +14,7 @@ import torch
 import torch.nn as nn
 from harness import checkpoints
 from harness.assertions import assert_equal_weights
-from harness.dtensors import functions_of_whole_tensors, placements_of
+from harness.dtensors import functions_of_whole_tensors, local_tensor, placements_of
 from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
 from harness.hand_laid import SPLITS, Weights
 from harness.network import full_state, is_matrix, loss_of
@@ -46,17 +47,21 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "rms": {"adjust_lr_fn": 0.3},
     "function": {"orthogonalize": polar},
     "normuon": {"second_moment": "row", "second_moment_beta": 0.9},
+    "adamuon": {"second_moment": "element", "second_moment_beta": 0.9, "nesterov": False},
+    "hyperball": {"weight_decay_mode": "hyperball"},
+    "normuon on a sphere": {"weight_decay_mode": "hyperball", "second_moment": "row"},
     "bf16 momentum": {"momentum_dtype": torch.bfloat16},
 }
 # Gradients that ranks sum up in another order are at times rounded otherwise than in one process.
 NEAR = {"bf16 momentum": 1e-4}
-STATEFUL = ("normuon", "bf16 momentum")  # whose state is laid out by where matrices lie
+STATEFUL = ("normuon", "adamuon", "bf16 momentum")  # whose state is laid out by where matrices lie
+PLACED = (*STATEFUL, "hyperball")  # that depend on where matrices lie
 
 
 def cases(every: Sequence[Any], some: Sequence[Any], slow: Sequence[Any] = ()) -> list[Any]:
-    """Of a place and a member: every member, or those whose state depends on the place."""
-    found = [*((place, member) for place in every for member in MEMBERS), *product(some, STATEFUL)]
-    return [*found, *(pytest.param(*case, marks=pytest.mark.slow) for case in product(slow, STATEFUL))]
+    """Of a place and a member: every member, or those that depend on the place."""
+    found = [*((place, member) for place in every for member in MEMBERS), *product(some, PLACED)]
+    return [*found, *(pytest.param(*case, marks=pytest.mark.slow) for case in product(slow, PLACED))]
 
 
 def paper(member: str, lr: float = LR) -> Paper:
@@ -165,7 +170,7 @@ TOPOLOGIES = [
 @pytest.mark.parametrize(
     ("source", "target", "member"),
     [
-        pytest.param(*places, STATEFUL[i % 2], marks=() if i % 3 == 0 else pytest.mark.slow)
+        pytest.param(*places, STATEFUL[(i + 1 + i // 3) % 3], marks=() if i % 3 == 0 else pytest.mark.slow)
         for i, places in enumerate(TOPOLOGIES)
     ],
 )
@@ -340,44 +345,154 @@ def test_a_function_is_named_and_stays_with_the_optimizer() -> None:
 # -- second moments of rows ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["row", "element"])
 @on_ranks(2)
-def test_one_number_for_each_output_is_state(rank: int, world: int) -> None:
-    model = build()
-    laid = lay("fsdp2-2", model)
-    optimizer = laid.optimizer(**MEMBERS["normuon"])
+def test_one_number_for_each_output_or_element_is_state(rank: int, world: int, kind: str) -> None:
+    laid, key = lay("fsdp2-2", build()), f"{kind}_second_moment"
+    optimizer = laid.optimizer(second_moment=kind)
     laid.backward(0)
     optimizer.step()
     for name, param in laid.network.named_parameters():
         if is_matrix(name):
-            found = optimizer.state[param]["row_second_moment"]
-            assert found.shape == (len(param), 1) and found.placements == param.placements and found.full_tensor().all()
+            found = optimizer.state[param][key]
+            shape = (len(param), 1) if kind == "row" else param.shape
+            assert found.shape == shape and found.placements == param.placements and found.full_tensor().any()
     saved = optimizer.state_dict()
-    assert "row_second_moment" in saved["state"][0]
+    assert key in saved["state"][0]
+    nbytes = sum(local_tensor(values[key]).nbytes for values in saved["state"].values() if key in values)
+    assert f"{key} {nbytes / 2**20:.1f} MiB" in dmuon.explain(laid.network, optimizer)
     plain = laid.optimizer()
-    with pytest.raises(ValueError, match="group 0 has second_moment='row' in the saved optimizer, None in this one"):
+    says = f"group 0 has second_moment='{kind}' in the saved optimizer, None in this one"
+    with pytest.raises(ValueError, match=says):
         plain.load_state_dict(saved)
     optimizer.load_state_dict(plain.state_dict() | {"param_groups": saved["param_groups"]})
-    assert not optimizer.state[param]["row_second_moment"].any() if is_matrix(name) else True
+    assert not optimizer.state[optimizer.param_groups[0]["params"][0]][key].any()
     optimizer.param_groups[0]["second_moment"] = None
     with pytest.raises((RuntimeError, ValueError), match="second_moment of group 0 was edited"):
         optimizer.step()
 
 
-def test_second_moments_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"second_moment must be 'row' \(NorMuon\) or None, got 'element'"):
-        dmuon.Muon(build(), second_moment="element")
-    with pytest.raises(ValueError, match=r"second_moment_beta must be in \[0, 1\), got 1.0"):
-        dmuon.Muon(build(), second_moment="row", second_moment_beta=1.0)
+ON_SPHERE = {"weight_decay_mode": "hyperball"}
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"second_moment": "column"},
+            "second_moment must be 'row' (NorMuon), 'element' (AdaMuon) or None, got 'column'",
+        ),
+        ({"second_moment": "row", "second_moment_beta": 1.0}, "second_moment_beta must be in [0, 1), got 1.0"),
+        ({**ON_SPHERE, "adjust_lr_fn": "spectral"}, "adjust_lr_fn='spectral' with weight_decay_mode='hyperball', by"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        dmuon.Muon(build(), **options)
+
+
+@pytest.mark.parametrize("options", [{"second_moment": "row"}, {"second_moment": "element"}, ON_SPHERE])
 @on_ranks(2)
-def test_rows_that_only_a_users_functions_know_are_refused(rank: int, world: int) -> None:
+def test_matrices_that_only_a_users_functions_know_are_refused(rank: int, world: int, options: dict[str, Any]) -> None:
     weights = Weights()
     weights.shard(0, (6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
     gather, redistribute = functions_of_whole_tensors()
     config = dmuon.DistributedConfig(lambda params, _: {0: 0}, gather, redistribute, {})
     with pytest.raises(ValueError, match="in a UserRound dmuon does not know where the rows"):
-        weights.optimizer(config, second_moment="row")
+        weights.optimizer(config, **options)
+
+
+# -- signs of momentum ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_signs_are_exact_where_parts_travel_in_half(rank: int, world: int) -> None:
+    """In fp16, where norms of signs are joined before: as one process, which sends nothing."""
+    options = {**OPTIONS, **MEMBERS["adamuon"], "ns_dtype": torch.float16}
+    for momentum_dtype in (None, torch.bfloat16):
+        laid, alone = lay("fsdp2-2", build()), build()
+        optimizers = [laid.optimizer(**options, momentum_dtype=momentum_dtype)]
+        optimizers.append(dmuon.Muon(alone, **options, momentum_dtype=momentum_dtype))
+        for step in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            laid.backward(step)
+            loss_of(alone, *batch(step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_equal_weights(full_state(laid.network), dict(alone.state_dict()), 1e-3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_signs_do_not_hide_what_is_not_finite(value: float) -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **MEMBERS["adamuon"])
+    loss_of(model, *batch(0)).backward()
+    model.blocks[1].up.weight.grad[0, 0] = value
+    optimizer.step()
+    assert optimizer.last_step.nonfinite == ("blocks.1.up.weight",)
+    assert not model.blocks[1].up.weight.isfinite().any()
+
+
+# -- weights of a constant norm --------------------------------------------------------------------------------------
+
+
+def test_norms_stay_and_lr_is_the_part_of_them_that_a_step_takes() -> None:
+    model = build()
+    weights = {name: param for name, param in model.named_parameters() if is_matrix(name)}
+    optimizer = dmuon.Muon(model, lr=0.02, **ON_SPHERE)
+    for step in range(STEPS):
+        before = {name: weight.detach().double() for name, weight in weights.items()}
+        optimizer.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        asked = optimizer.record_next_step()
+        optimizer.step()
+        for name, stats in asked.local().items():
+            old, new = before[name], weights[name].detach().double()
+            assert abs(float(new.norm() / old.norm()) - 1) < 1e-7
+            assert float((new - old).norm() / old.norm()) == pytest.approx(stats.update_ratio, rel=1e-4)
+            assert 0.5 < stats.update_ratio / 0.02 < 1.1 and stats.effective_lr == pytest.approx(0.02)
+    optimizer.param_groups[0]["lr"] = 0.0
+    last = [weight.detach().clone() for weight in weights.values()]
+    optimizer.step()
+    assert all(map(torch.equal, weights.values(), last))
+
+
+@on_ranks(2)
+def test_matrices_of_zeros_get_a_norm_by_their_first_step(rank: int, world: int) -> None:
+    weights = Weights(twin=paper("hyperball", 0.02))
+    for i, scale in enumerate((0.0, 1.0)):
+        weights.shard(i, (6, 4), init_device_mesh("cpu", (world,)), [Shard(0)], scale=scale)
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"), **ON_SPHERE)
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+
+
+def test_a_group_goes_to_the_sphere_and_leaves_it_as_its_option_says() -> None:
+    models = [build(), build()]
+    optimizers = [dmuon.Muon(models[0], **OPTIONS, **ON_SPHERE), dmuon.Muon(models[1], **OPTIONS)]
+    optimizers[1].param_groups[0]["weight_decay_mode"] = "hyperball"
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, *batch(step)).backward()
+            optimizer.step()
+        optimizers[0].load_state_dict(optimizers[1].state_dict())
+    assert_equal_weights(dict(models[0].state_dict()), dict(models[1].state_dict()), 0.0)
+
+
+def test_weights_whose_norm_would_not_stay_are_refused() -> None:
+    half = [{"params": [nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))], "use_muon": True}]
+    with pytest.raises(
+        ValueError, match=r"whose weights are torch\.bfloat16: rounding would let their norm grow\. Keep"
+    ):
+        dmuon.Muon(half, **ON_SPHERE)
+    optimizer = dmuon.Muon(half)
+    half[0]["params"][0].grad = torch.ones(4, 4, dtype=torch.bfloat16)
+    optimizer.param_groups[0]["weight_decay_mode"] = "hyperball"
+    with pytest.raises(ValueError, match="rounding would let their norm grow"):
+        optimizer.step()
+    assert half[0]["params"][0].eq(1).all()
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -389,13 +504,27 @@ def test_rows_that_only_a_users_functions_know_are_refused(rank: int, world: int
         ("momentum, fp32 (default)", "4", "momentum_buffer", {}),
         ("momentum, bf16", "2", "momentum_buffer", {"momentum_dtype": torch.bfloat16}),
         ("`row_second_moment` of NorMuon, beside it", "4 / n", "row_second_moment", {"second_moment": "row"}),
+        ("`element_second_moment` of AdaMuon, beside it", "4", "element_second_moment", {"second_moment": "element"}),
         ("AdamW's two moments, for comparison", "8", "exp_avg", {"exclude": ["blocks.1"]}),
+        ("the same of weights in bf16", "4", "exp_avg", {"exclude": ["blocks.1"], "dtype": torch.bfloat16}),
+        (
+            "the same with `master_weights=True`",
+            "8",
+            "exp_avg",
+            {"exclude": ["blocks.1"], "dtype": torch.bfloat16, "master_weights": True},
+        ),
+        (
+            "fp32 master of a weight in bf16 or fp16, with `master_weights=True`",
+            "4",
+            "master_weight",
+            {"dtype": torch.bfloat16, "master_weights": True},
+        ),
     ],
 )
 def test_state_has_as_many_bytes_as_the_documentation_says(row: str, nbytes: str, key: str, options: Any) -> None:
     assert f"| {row} | {nbytes} |" in (Path(__file__).parents[2] / "docs" / "how-to.md").read_text()
-    model = build()
-    optimizer = dmuon.Muon(model, **options)
+    model = build().to({**options}.pop("dtype", torch.float32))
+    optimizer = dmuon.Muon(model, **{name: value for name, value in options.items() if name != "dtype"})
     weight = model.blocks[1].up.weight
     values = [value for name, value in optimizer.state[weight].items() if name.startswith(key)]
     number, _, inputs = nbytes.partition(" / ")
@@ -433,6 +562,7 @@ def test_momentum_is_converted_by_a_load() -> None:
         {"momentum_dtype": torch.bfloat16},
         {"ns_dtype": torch.float32},
         {"orthogonalize": polar},
+        {"second_moment": "element"},
         {"adjust_lr_fn": lambda shape: 0.5},
     ],
     ids=lambda options: next(iter(options)),

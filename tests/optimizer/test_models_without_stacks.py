@@ -12,12 +12,14 @@ from harness.assertions import about, assert_equal_weights
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
+from harness.small_convnets import CONVNETS
 from harness.small_models import CASES, batch, build, computed_by_hand, loss_of
 from harness.toy import OPTIONS
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
+from dmuon.model.routing import route_parameters, route_to_blocks
 
 STEPS = 3
 QUICK = ["layers that are attributes", "tied layers"]
@@ -113,3 +115,17 @@ def test_an_optimizer_may_be_given_the_compiled_form_of_a_dedicated_model(rank: 
     compiled = compile_whole(model)
     train(compiled, dmuon.Muon(compiled, **OPTIONS), rank, world)
     assert_equal_weights(full_state(model), expected(name))
+
+
+# -- convolutional networks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONVNETS)
+def test_muon_takes_all_kernels_but_the_first_and_what_gives_the_output(name: str) -> None:
+    case = CONVNETS[name]
+    model = case.make()
+    taken = [f"{n}.weight" for n in case.hidden]
+    assert [r.fqn for r in route_parameters(model) if r.muon] == taken
+    found = [r for r in route_to_blocks(model) if r.muon]
+    assert [r.fqn for r in found] == taken
+    assert tuple(dict.fromkeys(r.block for r in found)) == (case.blocks or case.hidden)

@@ -226,23 +226,13 @@ def test_module_groups_follow_the_policy() -> None:
 @pytest.mark.parametrize(
     ("params", "options", "error", "message"),
     [
-        (build, {"lr": -1.0}, ValueError, "lr"),
-        (build, {"lr": torch.tensor([1.0, 2.0])}, ValueError, "lr"),
-        (build, {"lr": "fast"}, TypeError, "lr"),
-        (build, {"weight_decay": -0.1}, ValueError, "weight_decay"),
-        (build, {"momentum": 1.0}, ValueError, "momentum"),
-        (build, {"nesterov": 1}, TypeError, "nesterov"),
         (build, {"ns_coefficients": "fancy"}, ValueError, "fancy"),
         (build, {"ns_steps": -1}, ValueError, "steps"),
-        (build, {"eps": float("nan")}, ValueError, "eps"),
         (build, {"ns_dtype": "mixed"}, TypeError, "ns_dtype must be a torch.dtype, such as torch.bfloat16, or None"),
         (build, {"ns_dtype": torch.int8}, TypeError, "ns_dtype=torch.int8 is not supported"),
         (build, {"ns_dtype": torch.bfloat16, "ns_coefficients": "squares"}, ValueError, "not safe in torch.bfloat16"),
         (build, {"adjust_lr_fn": "wide"}, ValueError, "wide"),
-        (build, {"adamw_betas": (0.9,)}, ValueError, "betas"),
         (build, {"adamw_betas": (0.9, 1.0)}, ValueError, r"betas\[1\]"),
-        (build, {"adamw_lr": -1.0}, ValueError, "lr"),
-        (build, {"adamw_eps": -1.0}, ValueError, "eps"),
         (lambda: [{"params": matrices()}], {}, ValueError, "use_muon"),
         (lambda: [{"params": matrices(), "use_muon": 1}], {}, ValueError, "use_muon"),
         (lambda: [{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}], {}, ValueError, "1 dim"),
@@ -314,22 +304,6 @@ def test_closure_is_called_once_with_gradients_enabled() -> None:
     assert returned == losses and len(losses) == 5
     assert_equal_weights(dict(model.state_dict()), reference_weights(5))
     assert optimizer.step() is None
-
-
-@pytest.mark.pitfall("P10", "P32")
-def test_options_that_a_load_brings_are_used() -> None:
-    """Loading replaces the dicts of the groups: nothing may go on reading the old ones."""
-    found = []
-    for lr in (2e-3, 1.0):
-        model = build()
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        train(model, optimizer, range(1))
-        saved = copy.deepcopy(optimizer.state_dict())
-        other = dmuon.Muon(model, **{**OPTIONS, "lr": lr})
-        other.load_state_dict(saved)
-        train(model, other, [1])
-        found.append({n: p.detach().clone() for n, p in model.named_parameters()})
-    assert_equal_weights(found[1], found[0], 0.0)
 
 
 def test_a_step_inside_autocast_is_the_same_step() -> None:

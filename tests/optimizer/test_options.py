@@ -23,6 +23,7 @@ NONSENSE = [
     (0, "momentum", 1.0), (0, "momentum", math.nan), (1, "betas", (0.9, math.nan)), (1, "betas", (0.9,)),
     (0, "ns_steps", 10**9), (0, "ns_steps", 21), (0, "ns_steps", 0), (0, "nesterov", 1), (1, "maximize", True),
     (1, "amsgrad", True), (0, "adjust_lr_fn", lambda shape: math.nan), (0, "weight_decay_mode", "wild"),
+    (1, "weight_decay", -0.1),
 ]  # fmt: skip
 IDS = [f"{name}={str(value)[:12]} of group {group}" for group, name, value in NONSENSE]
 

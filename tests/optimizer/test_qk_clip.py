@@ -253,11 +253,10 @@ def _trains(
 
 
 def placements(quick: list[tuple[str, str]], mla_under_tp: bool) -> Any:
-    """All of them, or every other one without MLA under tensor parallelism; those that are not quick are slow."""
-    found = [p for p in PLACEMENTS if "tp" not in p[0] or p[1] != "mla"][::2]
-    found = PLACEMENTS if mla_under_tp else [*quick, *(p for p in found if p not in quick)]
-    params = [p if p in quick else pytest.param(*p, marks=pytest.mark.slow) for p in found]
-    return pytest.mark.parametrize(("layout", "kind"), params)
+    """Those, and slowly every other one; MLA under tensor parallelism only if that is said."""
+    found = [p for p in PLACEMENTS if mla_under_tp or "tp" not in p[0] or p[1] != "mla"][::2]
+    slow = [pytest.param(*p, marks=pytest.mark.slow) for p in found if p not in quick]
+    return pytest.mark.parametrize(("layout", "kind"), [*quick, *slow])
 
 
 # Without MLA under tensor parallelism, whose shared keys would need a reduction that this small model lacks.

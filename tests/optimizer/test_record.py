@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch.nn as nn
 from harness.fused import FusedModel, by_spec, fused_loss
 from harness.hand_laid import SPLITS
 from harness.network import full_state
-from harness.on_ranks import on_ranks
-from harness.topologies import LAYOUTS, lay
+from harness.on_ranks import assert_same_over_ranks, on_ranks
+from harness.topologies import lay
 from harness.toy import DECAY, LR, OPTIONS, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -140,12 +141,8 @@ def test_every_rank_gathers_what_one_process_would_see(rank: int, world: int, wa
         ),
     ],
 )
-def test_copies_are_counted_once(ranks: Any, layout: str) -> None:
-    found = ranks(LAYOUTS[layout].world, record_toy, layout)
-    assert all(one == found[0] for one in found)
-
-
-def record_toy(rank: int, world: int, layout: str) -> dict[str, dmuon.MatrixStats]:
+@on_ranks("layout")
+def test_copies_are_counted_once(rank: int, world: int, layout: str) -> None:
     laid = lay(layout, build())
     optimizer = dmuon.Muon(laid.model, distributed_config=laid.config, **OPTIONS)
     before = values(laid.model)
@@ -160,7 +157,7 @@ def record_toy(rank: int, world: int, layout: str) -> dict[str, dmuon.MatrixStat
         assert one.weight_norm == pytest.approx(wanted.weight_norm, rel=1e-6)
         assert one.effective_lr == pytest.approx(wanted.effective_lr, rel=1e-12)
         assert one.update_rms == pytest.approx(wanted.update_rms, rel=1e-3), "weights are fp32"
-    return gathered
+    assert_same_over_ranks({name: torch.tensor(astuple(one)) for name, one in gathered.items()})
 
 
 def test_only_the_step_that_was_asked_for_and_what_it_updated() -> None:

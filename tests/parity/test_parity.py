@@ -136,13 +136,11 @@ SCHEDULES: list[Options] = [
     {"async_gpu_parallelism": False, "prefetch_count": 1, "chunk_bytes": 3000},
     {"prefetch_count": 0, "small_param_numel_threshold": 0, "chunk_bytes": 3000},
 ]
-OVERLAP = {"overlap_backward": True}
 BOTH = (False, True)
 
 LOOPS = ["dropped batch", "two forwards two backwards", "momentum replaced", "momentum cleared", "momentum zeroed"]
 ALONE = [name for name, program in PROGRAMS.items() if program.alone]
 TWICE = "block called twice"
-ROWS = ["1d", "1d-two-lines", "1d-3", "1d-4", "hsdp", "hsdp-two-lines"]
 RECURRENT = "behind a recurrent layer"  # which keeps references to its weights, so that FSDP2 does not take it
 
 
@@ -182,26 +180,26 @@ QUICK: list[Case] = [
 ]
 SLOW: list[Case] = [
     *all_of([name for name, grid in LAYOUTS.items() if grid.dedicated and grid.world <= 4], ["steps"]),
-    *all_of([*ROWS, "cp", "tp-fsdp", "tp-two-lines"], ["steps"], keep=True),
-    *all_of(["1d", "hsdp", "ddp-2", "ddp-4", "tp", "tp-fsdp"], ["accumulated"]),
-    *all_of(["1d", "hsdp", "ddp-2", "ddp-4", "tp", "tp-fsdp"], ["steps", "accumulated"], half=True),
-    *all_of(["1d", "1d-two-lines", "hsdp-two-lines", "ddp-2", "tp-ddp"], ["accumulated locally"], keep=True),
-    *all_of(["hsdp-two-lines", "ddp-2", "tp-ddp"], ["accumulated in replicas"]),
-    *in_turn(["1d-two-lines", "hsdp", "1d", "hsdp-two-lines"], KINDS),
+    *all_of(["1d-4", "hsdp", "cp", "tp-fsdp"], ["steps"], keep=True),
+    *all_of(["hsdp", "ddp-4", "tp", "tp-fsdp"], ["accumulated"]),
+    *all_of(["hsdp", "ddp-2", "tp-fsdp"], ["steps", "accumulated"], half=True),
+    *all_of(["1d-two-lines", "hsdp-two-lines", "tp-ddp"], ["accumulated locally"], keep=True),
+    *all_of(["hsdp-two-lines", "tp-ddp"], ["accumulated in replicas"]),
+    *in_turn(["1d-two-lines", "hsdp"], KINDS),
     *in_turn(["ddp-4"], KINDS[8:]),
-    *(Case(n, p, options=o) for n in ("hsdp-two-lines", "ddp-2") for p in ("steps", TWICE) for o in COMM),
+    *(Case(n, p, options=o) for n, p in (("hsdp-two-lines", TWICE), ("ddp-2", "steps")) for o in COMM),
     *(Case("tp", "accumulated", options=options) for options in COMM),
-    *in_turn(["1d-two-lines", "hsdp-two-lines", "ddp-4"], [*LOOPS, *ALONE]),
-    *in_turn(["1d", "hsdp"], LOOPS),
-    *all_of(["1d", "hsdp-two-lines", "ddp-2", "tp-fsdp"], ["scaled", "steps"], muon=OVERLAP),
-    *all_of(["ddp-2", "tp-fsdp"], ["scaled"]),
-    *all_of(["1d-1", "1d-4", "1d-two-lines"], ["clipped", "clipped by torch"]),
-    *all_of(["1d", "1d-two-lines"], ["averaged"], keep=True),
-    *all_of(["ddp-2", "tp-two-lines", "fsdp2-2", "ddp", "hsdp"], ["averaged"]),
-    *all_of([n for n in EXCHANGED if LAYOUTS[n].world <= 4 and "tp" not in n], ["thin matrices", "ten steps"]),
-    *all_of([n for n in EXCHANGED if LAYOUTS[n].world <= 4 and "tp" in n], ["ten steps"]),
-    *(Case(n, "steps", options=o) for n in ("fsdp2-tp", "fsdp2-hsdp") for o in SCHEDULES),
-    *all_of(["1d-two-lines", "ddp"], [*SMALL_MODELS, *CONVNETS]),
+    *in_turn(["1d-two-lines", "hsdp-two-lines"], [*LOOPS, *ALONE]),
+    *in_turn(["hsdp"], LOOPS),
+    *all_of(["1d", "hsdp-two-lines", "ddp-2", "tp-fsdp"], ["scaled"], muon={"overlap_backward": True}),
+    *all_of(["tp-fsdp"], ["scaled"]),
+    *all_of(["1d-1", "1d-4"], ["clipped", "clipped by torch"]),
+    *all_of(["1d-two-lines"], ["averaged"], keep=True),
+    *all_of(["ddp-2", "tp-two-lines", "fsdp2-2", "hsdp"], ["averaged"]),
+    *all_of([name for name in EXCHANGED if LAYOUTS[name].world <= 4 and "tp" not in name], ["thin matrices"]),
+    *all_of(["fsdp2-3", "fsdp2-hsdp", "fsdp2-tp", "tp-alone", "ddp", "cp-mesh"], ["ten steps"]),
+    *(Case("fsdp2-tp", "steps", options=options) for options in SCHEDULES),
+    *all_of(["1d-two-lines"], [*SMALL_MODELS, *CONVNETS]),
     *all_of(["fsdp2-2"], [name for name in (*SMALL_MODELS, *CONVNETS) if name != RECURRENT]),
 ]
 IN_ONE_CALL = 24  # how many cases; a call has a time limit

@@ -55,7 +55,7 @@ FAULTS = {
         "weight_decay_without_lr": "torch._foreach_mul_(params, 1 - «lr * →»weight_decay)",
         "scale_of_the_update_dropped": "torch._foreach_add_(params, updates, alpha=-lr« * scale→»)",
     },
-    "tests/solver/test_heuristics.py tests/solver/test_planner.py": {
+    "tests/solver/test_planner.py": {
         "greedy_forgets_loads": "load[rank], owned[rank] = «finish→load[rank]», owned[rank] + rows * columns",
     },
     f"tests/solver/test_planner.py {LIMITS}": {

@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from instances import (
     ALMOST_FREE,
+    BATCHED,
+    GRAHAM,
     LLAMA_8B,
     LLAMA_70B,
+    STEEP,
     Case,
     decoder,
     exact_makespan,
@@ -22,9 +26,11 @@ from instances import (
     problems,
     recomputed_loads,
     shape_costs,
+    wave_costs,
 )
 
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions, plan
+from dmuon.solver.planner import xor_labels
 
 GREEDY = SolveOptions(method="greedy")
 
@@ -249,3 +255,103 @@ def test_llama_70b_over_1024_ranks_plans_within_seconds() -> None:
     result = plan(matrices, 1024, CostTable.from_flops({m.shape for m in matrices}), GREEDY)
     assert time.perf_counter() - began < 5.0  # 0.02 s on an idle core
     assert result.gap == 0.0
+
+
+# -- each heuristic does something that the ones before it do not ------------------------------------------------------
+
+
+STRICT = SolveOptions(method="greedy", byte_slack=0.0)
+
+
+def test_packing_keeps_batches_together_that_greedy_deals_out() -> None:
+    case = make_matrices([4, 4, 4]), 3, ALMOST_FREE
+    assert plan(*case, STRICT).makespan_ns == 110  # 305, class by class to whom is done first
+
+
+def test_search_swaps_its_way_out_of_the_worst_case_of_lpt() -> None:
+    assert plan(*GRAHAM, STRICT).makespan_ns == 9
+
+
+def test_levelling_spreads_what_a_free_batch_lets_pile_up() -> None:
+    free = shape_costs(dict.fromkeys((1, 2, 4, 8, 16), 1000))
+    assert plan(make_matrices([16]), 4, free, STRICT).rank_matrices == (4, 4, 4, 4)
+
+
+# -- one digest from run to run ----------------------------------------------------------------------------------------
+
+
+LLAMA = decoder(40, *LLAMA_8B)
+SEVERAL: dict[str, Case] = {
+    "heuristic": (make_matrices([9, 7, 5]), 4, linear_costs(70, 110, 130)),
+    "column generation": (LLAMA, 64, wave_costs(LLAMA)),
+    "batched": (make_matrices([23, 17, 11], blocks=6), 7, BATCHED),
+    "many ranks": (make_matrices([93, 71, 55], blocks=30), 40, BATCHED),
+}
+
+
+@pytest.mark.pitfall("P21")
+@pytest.mark.parametrize("name", SEVERAL)
+def test_all_runs_give_one_digest(name: str) -> None:
+    matrices, ranks, costs = SEVERAL[name]
+    assert len({plan(matrices, ranks, costs).digest for _ in range(3)}) == 1
+
+
+@pytest.mark.pitfall("P51")
+def test_small_milps_never_run_to_the_time_limit() -> None:
+    """Told to take one thread, CBC waited for it until the limit in one of five solves of this very model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(8):
+            assert plan(make_matrices([7, 5, 3], blocks=3), 3, STEEP).gap <= 0.01
+
+
+def test_a_forced_time_out_still_gives_a_whole_plan() -> None:
+    matrices, ranks, costs = SEVERAL["many ranks"]
+    with pytest.warns(UserWarning, match="best so far"):
+        result = plan(matrices, ranks, costs, SolveOptions(gap_target=0.0, time_limit_s=1e-9))
+    assert len(result.owners) == len(matrices)
+
+
+# -- labels by the XOR layout: what ranks own stays, where they stand changes ------------------------------------------
+
+
+Task = tuple[dict[str, int], list[Rank]]
+
+
+def grid(nodes: int, lanes: int) -> list[Rank]:
+    return [Rank(i, node=i // lanes) for i in range(nodes * lanes)]
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> Task:
+    """Owners at random, and nodes of uneven sizes with two kinds of ranks."""
+    nodes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    speeds = st.sampled_from([1.0, 1.0, 2.0])
+    places = [node for node, size in enumerate(nodes) for _ in range(size)]
+    ranks = [Rank(i, node=node, speed=draw(speeds)) for i, node in enumerate(places)]
+    return {f"m{i}": draw(st.integers(0, len(ranks) - 1)) for i in range(draw(st.integers(1, 20)))}, ranks
+
+
+@given(tasks())
+@settings(deadline=None, max_examples=40)
+def test_ranks_keep_what_they_own_and_trade_labels_with_their_like(task: Task) -> None:
+    owners, ranks = task
+    labels = xor_labels(owners, ranks)
+    assert list(labels) == list(owners)
+    pairs = {(owners[name], labels[name]) for name in owners}
+    assert len({old for old, _ in pairs}) == len({new for _, new in pairs}) == len(pairs)
+    assert all(ranks[old].speed == ranks[new].speed for old, new in pairs)
+
+
+@pytest.mark.parametrize("ranks", [grid(1, 8), grid(8, 1), grid(1, 1)])
+def test_one_node_or_one_lane_leaves_the_labels_as_they_are(ranks: list[Rank]) -> None:
+    owners = {f"{i}": i % len(ranks) for i in range(30)}
+    assert xor_labels(owners, ranks) == owners
+
+
+def test_consecutive_owners_go_to_other_nodes_and_lanes() -> None:
+    owners = {f"{i}": i for i in range(16)}
+    places = [divmod(rank, 4) for rank in xor_labels(owners, grid(4, 4)).values()]
+    assert places[:8] == [(0, 0), (1, 1), (2, 2), (3, 3), (0, 1), (1, 0), (2, 3), (3, 2)]
+    rotated = [divmod(rank, 3) for rank in xor_labels(owners, grid(6, 3)).values()]
+    assert rotated[:6] == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]

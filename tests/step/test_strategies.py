@@ -429,6 +429,7 @@ def fused(rank: int, _world: int, name: str, prefetched: bool, options: dict[str
     [
         ("fsdp2-2", False, {}),
         ("fsdp2-2", True, {"second_moment": "row", "ns_dtype": torch.float16}),
+        ("fsdp2-2", True, {"second_moment": "element", "weight_decay_mode": "hyperball", "ns_dtype": torch.float16}),
         pytest.param("fsdp2-3", True, {}, marks=pytest.mark.slow),
         pytest.param("fsdp2-hsdp", True, {"second_moment": "row"}, marks=pytest.mark.slow),
         pytest.param("fsdp2-tp", False, {}, marks=pytest.mark.slow),

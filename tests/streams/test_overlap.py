@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from harness.pool import RankPool
+from harness.on_ranks import on_ranks
 from harness.topologies import lay
 from harness.toy import build
 
@@ -38,8 +38,13 @@ def _train(layout: str, stack: ExitStack, observer: Observer, collectives: Colle
         optimizer.step()
 
 
-def awaited_reductions(_rank: int, _world: int, outstanding: int) -> list[tuple[int, int]]:
-    """Of each reduction: what its row had queued when it started, and what is known to have ended when it has ended."""
+@pytest.mark.parametrize("outstanding", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@on_ranks(4)
+def test_a_reduction_is_awaited_without_those_behind_it(rank: int, world: int, outstanding: int) -> None:
+    """Otherwise ``outstanding_reductions`` would buy no overlap of the first stage.
+
+    What its row had queued when it started, and what is known to have ended when it has ended, are the same.
+    """
     observer = Observer()
     collectives = Collectives(observer)
     queued: dict[int, int] = {}
@@ -68,11 +73,4 @@ def awaited_reductions(_rank: int, _world: int, outstanding: int) -> list[tuple[
         _wrap(stack, GradReduction, "__init__", starting)
         _wrap(stack, GradReduction, "finish", ending)
         _train("hsdp-two-lines", stack, observer, collectives, outstanding_reductions=outstanding)
-    return found
-
-
-@pytest.mark.parametrize("outstanding", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_reduction_is_awaited_without_those_behind_it(ranks: RankPool, outstanding: int) -> None:
-    """Otherwise ``outstanding_reductions`` would buy no overlap of the first stage."""
-    for found in ranks(4, awaited_reductions, outstanding):
-        assert found and all(ended == queued for queued, ended in found)
+    assert found and all(ended == queued for queued, ended in found)

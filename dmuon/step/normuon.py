@@ -17,22 +17,19 @@ them, one all-reduce joins the sums of squares; where they have other rows, anot
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.domain import Domain
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch
-
-EPS = 1e-8
+from dmuon.step.scaling import EPS, Arrived, Scaling, over_norms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,30 +40,27 @@ class _Rows:
         moments: all of one dtype and device, flat.
         index: in these, ``(count, r)``.
         at: in the whole matrix, ``(r,)``.
-        counted: what this rank has counts in sums over the domain; of copies those of the owner do.
-        first: of the ranks that count and have these rows.
+        first: of the ranks that count in sums and have these rows.
         joins_squares, joins_norms: over the domain, the same on all its ranks.
     """
 
     moments: Tensor
     index: Tensor
     at: Tensor
-    counted: bool
     first: bool
     joins_squares: bool
     joins_norms: bool
 
 
-class RowMoments:
-    """``v`` of all matrices of some groups, which begins as zeros.
+class RowMoments(Scaling):
+    """``v`` of all matrices of some groups, shaped as their local tensors with one input.
 
     Args:
         params: of the groups.
         batches: all that this rank has of them.
-
-    Attributes:
-        local: by ``id`` of the parameter, shaped as its local tensor with one input.
     """
+
+    key = "row_second_moment"
 
     def __init__(self, params: Iterable[Tensor], batches: Sequence[Batch]) -> None:
         batches_of: dict[int, list[Batch]] = defaultdict(list)
@@ -87,60 +81,50 @@ class RowMoments:
             begins[id(param)] = ends.get(kind, 0)
             ends[kind] = begins[id(param)] + prod(shape)
             spans.setdefault(kind, []).append((id(param), shape))
-        self.local: dict[int, Tensor] = {}
+        self.moments = {}
         moments: dict[object, Tensor] = {}
         for (device, dtype), of_kind in spans.items():
             flat_moments = moments[device, dtype] = torch.zeros(ends[device, dtype], dtype=dtype, device=device)
             parts = flat_moments.split([prod(shape) for _, shape in of_kind])
             for (key, shape), part in zip(of_kind, parts, strict=True):
-                self.local[key] = part.view(shape)
+                self.moments[key] = part.view(shape)
         self._rows: dict[int, _Rows] = {}  # by id of the batch
         for batch in batches:
             begin_of = [begins[id(param)] + _offset(batch) for param in batch.params]
             self._rows[id(batch)] = _rows_of(batch, moments[batch.device, batch.dtype], begin_of)
 
-    def scale_wholes(self, group: Mapping[str, Any], batch: Batch, run_of: tuple[int, int], update: Tensor) -> Tensor:
-        """What takes the place of ``update``, ``(k, m, n)``, of whole matrices.
-
-        Args:
-            run_of: range of the batch's parameters.
-        """
-        rows, some = self._rows[id(batch)], slice(run_of[0] * batch.each, run_of[1] * batch.each)
-        squares = _squares(update, batch)
-        factors = _folded(group, batch, rows.moments, rows.index[some], squares)
-        return _scaled(update, batch, factors, (squares * factors.square()).sum(1))
-
-    def scale_parts(
-        self, group: Mapping[str, Any], batches: Sequence[SharedBatch], updates: Mapping[int, Tensor], present: Set[int]
-    ) -> dict[int, Tensor]:
-        """What takes the place of ``updates``, of this rank's parts by number of the batch. Collective over the domain.
-
-        Args:
-            present: ids of the parameters that are updated.
-        """
-        every, domain = [(i, batch, self._rows[id(batch)]) for i, batch in enumerate(batches)], batches[0].domain
-        squares: dict[int, Tensor] = {}
-        for i, batch, rows in every:
-            nothing = batch.momenta[0].new_zeros(rows.index.shape, dtype=batch.dtype, device=batch.device)
-            squares[i] = _squares(updates[i], batch) if i in updates else nothing
+    def stages(self, group: Mapping[str, Any], arrived: Sequence[Arrived]) -> Iterator[tuple[Sequence[Tensor], str]]:
+        every = [(one, one.batch, self._rows[id(one.batch)]) for one in arrived]
+        squares: list[Tensor] = []
         sums: dict[int, Tensor] = {}
-        for i, batch, rows in every:
+        for i, (one, batch, rows) in enumerate(every):
+            if one.update is None:
+                squares.append(torch.zeros(rows.index.shape, dtype=batch.dtype, device=batch.device))
+            else:
+                norms: Tensor = torch.linalg.vector_norm(one.update, dim=_inputs(batch), dtype=batch.dtype)
+                squares.append(norms.square_())
             if rows.joins_squares:
                 sums[i] = squares[i].new_zeros((batch.count, batch.shape[batch.transposed]))
-                if rows.counted:
+                if one.is_counted:
                     sums[i][:, rows.at] = squares[i]
-        _sum_over_ranks(sums, domain, "squares of rows")
-        squares |= {i: of_whole[:, every[i][2].at] for i, of_whole in sums.items()}
-        factors, norms = dict[int, Tensor](), dict[int, Tensor]()
-        for i, batch, rows in every:
-            factors[i] = torch.zeros_like(squares[i])
-            for start, end in batch.runs(present):
-                some = slice(start * batch.each, end * batch.each)
-                factors[i][some] = _folded(group, batch, rows.moments, rows.index[some], squares[i][some])
-            norms[i] = (squares[i] * factors[i].square()).sum(1)
-        joined = {i: norms[i] if rows.first else norms[i].zero_() for i, _, rows in every if rows.joins_norms}
-        _sum_over_ranks(joined, domain, "norms of scaled rows")
-        return {i: _scaled(update, batches[i], factors[i], (norms | joined)[i]) for i, update in updates.items()}
+        yield list(sums.values()), "squares of rows"
+
+        factors, of_matrices = list[Tensor](), list[Tensor]()
+        for i, (one, batch, rows) in enumerate(every):
+            if i in sums:
+                squares[i] = sums[i][:, rows.at]
+            factors.append(torch.zeros_like(squares[i]))
+            for run in one.runs:
+                some, index = one.rows(run), rows.index[run[0] * batch.each : run[1] * batch.each]
+                factors[i][some] = _folded(group, batch, rows.moments, index, squares[i][some])
+            of_matrices.append((squares[i] * factors[i].square()).sum(1))
+        norms_of = [pair for pair in zip(of_matrices, every, strict=True) if pair[1][2].joins_norms]
+        yield [norms if rows.first else norms.zero_() for norms, (_, _, rows) in norms_of], "norms of scaled rows"
+
+        for (one, batch, _), of_rows, of_batch in zip(every, factors, of_matrices, strict=True):
+            if one.update is not None:
+                factor = of_rows * over_norms(batch.shape, of_batch).unsqueeze(1)
+                one.update = (one.update * factor.unsqueeze(_inputs(batch))).to(one.update.dtype)
 
 
 def _offset(batch: Batch) -> int:
@@ -163,7 +147,7 @@ def _rows_of(batch: Batch, moments: Tensor, begins: Sequence[int]) -> _Rows:
         if region.dim == 1 + batch.transposed:
             here = [i for start, stop in region.runs for i in range(start, stop)]
     index = [[begin + i * outputs + row for row in here] for begin in begins for i in matrices]
-    counted, first, joins_squares, joins_norms, at = True, True, False, False, here
+    first, joins_squares, joins_norms, at = True, False, False, here
     if isinstance(batch, SharedBatch):
         parcel, position = batch.parcel, batch.domain.position
         whole = tuple(((0, length),) for length in batch.shape)
@@ -178,13 +162,12 @@ def _rows_of(batch: Batch, moments: Tensor, begins: Sequence[int]) -> _Rows:
         index = index or [[] for _ in range(batch.count)]
     as_index = partial(torch.tensor, dtype=torch.int64, device=batch.device)
     rows = as_index(index).view(batch.count, len(at))
-    return _Rows(moments, rows, as_index(at), counted, first, joins_squares, joins_norms)
+    return _Rows(moments, rows, as_index(at), first, joins_squares, joins_norms)
 
 
-def _squares(update: Tensor, batch: Batch) -> Tensor:
-    """Sums of squares over the inputs, ``(k, r)``."""
-    norms: Tensor = torch.linalg.vector_norm(update, dim=1 if batch.transposed else 2, dtype=batch.dtype)
-    return norms.square_()
+def _inputs(batch: Batch) -> int:
+    """The dimension of ``(k, …)`` along which inputs lie."""
+    return 1 if batch.transposed else 2
 
 
 def _folded(group: Mapping[str, Any], batch: Batch, moments: Tensor, index: Tensor, squares: Tensor) -> Tensor:
@@ -193,23 +176,3 @@ def _folded(group: Mapping[str, Any], batch: Batch, moments: Tensor, index: Tens
     folded = moments[index].lerp_(squares / inputs, 1 - group["second_moment_beta"])
     moments[index] = folded
     return folded.sqrt_().add_(EPS).reciprocal_()
-
-
-def _scaled(update: Tensor, batch: Batch, factors: Tensor, squared_norms: Tensor) -> Tensor:
-    """``update`` times ``factors`` of its rows, over the norms that this gives whole matrices."""
-    norms = squared_norms.sqrt()
-    over = torch.where(norms == 0, 0.0, min(batch.shape) ** 0.5 / norms)
-    of_rows = (factors * over.unsqueeze(1)).unsqueeze(1 if batch.transposed else 2)
-    return (update * of_rows).to(update.dtype)
-
-
-def _sum_over_ranks(tensors: Mapping[int, Tensor], domain: Domain, what: str) -> None:
-    """Sum ``tensors`` over a domain, all ranks of which have them, in place."""
-    if not tensors:
-        return
-    values = list(tensors.values())
-    flat = torch.cat([value.reshape(-1) for value in values])
-    launch = partial(dist.all_reduce, flat, group=domain.group, async_op=True)
-    domain.monitor.start(domain.lane, f"{what} of {len(values)} batches", launch).wait()
-    parts = flat.split([value.numel() for value in values])
-    torch._foreach_copy_(values, [part.view(value.shape) for part, value in zip(parts, values, strict=True)])

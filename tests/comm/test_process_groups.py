@@ -1,0 +1,113 @@
+"""dmuon's own process groups: how many there are, since each costs connections and memory, and how long they wait."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.checkpoints import start
+from harness.inside import group_names, limit_of
+from harness.on_ranks import on_ranks
+from harness.pool import COLLECTIVE_SECONDS
+from harness.topologies import lay
+from harness.toy import build
+
+import dmuon
+from dmuon.comm import process_groups
+from dmuon.comm.domain import make_domain
+from dmuon.dedicated.dedication import dedications
+
+LINE = {"weights_along_s": 1, "gradients_along_s": 1}
+COLUMN = {"weights_along_r": 1, "gradients_along_r": 1}
+OWN = {"group": 1, "average": 1}
+TENSOR = {"control": 1, "tensor": 1}
+
+# By layout, as docs/communication.md says it: what is made when a model is dedicated, and nothing later.
+MADE: dict[str, dict[str, int]] = {
+    "1d": {**OWN, **LINE},
+    "1d-two-lines": {**OWN, **LINE},
+    "ddp-2": {**OWN, **COLUMN},
+    "hsdp": {**OWN, **LINE, **COLUMN},
+    "hsdp-two-lines": {**OWN, **LINE, **COLUMN},
+    "tp-fsdp": {"group": 1, **TENSOR, **LINE},
+    "tp-two-lines": {"group": 1, **TENSOR, **LINE},  # averages go over "group", votes over "control"
+    "fsdp2-2": {"exchange": 1},
+    "fsdp2-hsdp": {"exchange": 1, "copies": 1},
+    "ddp": {"exchange": 1},  # all ranks have a copy: these are the domain
+}
+
+
+def purposes(names: set[str]) -> dict[str, int]:
+    return dict(Counter(name.removeprefix("dmuon_").rsplit("_", 2)[0] for name in names if name.startswith("dmuon_")))
+
+
+def count(layout: str) -> None:
+    before = group_names()
+    run = start(layout)
+    run.optimizer.state_dict()
+    laid = group_names()
+    assert purposes(laid - before) == MADE[layout]
+    run.train(range(4))
+    assert group_names() <= laid
+
+
+def slowly(layout: str) -> object:
+    return pytest.param(layout, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("layout", ["1d", slowly("1d-two-lines"), slowly("ddp-2"), "fsdp2-2", slowly("ddp")])
+@on_ranks(2)
+def test_no_more_groups_than_purposes_on_two_ranks(rank: int, world: int, layout: str) -> None:
+    count(layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["hsdp", "hsdp-two-lines", "tp-fsdp", "tp-two-lines", "fsdp2-hsdp"])
+@on_ranks(4)
+def test_no_more_groups_than_purposes_on_four_ranks(rank: int, world: int, layout: str) -> None:
+    count(layout)
+
+
+# -- as long as the user has said --------------------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+@on_ranks(2)
+def test_groups_have_the_limit_of_the_default_group_unless_told(rank: int, world: int) -> None:
+    for timeout, seconds in ((None, COLLECTIVE_SECONDS), (timedelta(seconds=7), 7.0)):
+        comm = dedications(lay("1d", build(), comm=dmuon.CommOptions(timeout=timeout)).model)[0].runtime.comm
+        assert comm.row is not None
+        domain = make_domain(range(world), CPU, timeout)
+        for group in (comm.control, comm.averages, comm.row.weights.group, domain.group):
+            assert limit_of(group).total_seconds() == seconds
+
+
+@pytest.mark.pitfall("P49")
+@on_ranks(1)
+def test_a_group_that_cannot_be_made_is_named_in_time(rank: int, world: int) -> None:
+    """gloo waits for ever where the host of the store has stopped."""
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "new_named_group", lambda *_: time.sleep(60))
+        patch.setattr(process_groups, "_SLACK_SECONDS", 0.2)
+        with pytest.raises(
+            dmuon.CollectiveError, match=r"making process group .* failed: it was not made within 0.5 s"
+        ):
+            make_domain([0], CPU, timedelta(seconds=0.3))
+    assert time.monotonic() - begin < 20
+
+
+@on_ranks(2)
+def test_a_first_use_that_fails_is_named(rank: int, world: int) -> None:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(dmuon.CollectiveError, match=r"first use of .* ranks \[0, 1\]"),
+    ):
+        patch.setattr(dist, "all_to_all_single", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no link")))
+        make_domain(range(world), CPU)

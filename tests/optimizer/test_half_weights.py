@@ -1,0 +1,377 @@
+"""Weights in half precision: masters, wherever the weights lie, against one process in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness import checkpoints
+from harness.assertions import assert_close, assert_equal_weights
+from harness.dtensors import functions_of_whole_tensors, give, noise, placements_of, whole
+from harness.hand_laid import SPLITS, Weights
+from harness.network import full_state, is_matrix, loss_of
+from harness.on_ranks import assert_same_over_ranks, on_ranks
+from harness.paper import Paper
+from harness.pool import RankPool
+from harness.topologies import LAYOUTS, lay
+from harness.toy import DECAY, LR, OPTIONS, batch, build
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import dmuon
+from dmuon import create_dtensor_config
+
+STEPS = 3
+HALF = torch.bfloat16
+MASTERS: dict[str, Any] = {"master_weights": True}
+
+
+class HalfWeights(Weights):
+    """In bf16, and so are gradients; the twin begins as they do, and goes on in fp64."""
+
+    def add(self, seed: int, shape: Any, part: Callable[[Tensor], Tensor] = torch.clone, *args: Any) -> nn.Parameter:
+        added = super().add(seed, shape, lambda value: part(value.to(HALF)), *args)
+        for param in self.twin.params[-1]:
+            param.data = param.data.to(HALF).double()
+        return added
+
+    def give(self, scale: float = 1.0) -> list[Tensor | None]:
+        grads = [noise(1000 * (self.steps + 1) + seed, *shape).to(HALF) for seed, shape, _ in self.laid]
+        for param, grad, (_, _, part) in zip(self.params, grads, self.laid, strict=True):
+            if isinstance(param, DTensor):
+                give(param, grad)
+            else:
+                param.grad = part(grad)
+        return [grad.double() for grad in grads]
+
+    def check(self, optimizer: dmuon.Muon | None = None) -> None:
+        assert optimizer is not None
+        expected = self.twin.weights()
+        for i, param in enumerate(self.params):
+            master = optimizer.state[param]["master_weight"]
+            assert master.dtype == torch.float32 and master.shape == param.shape
+            assert not isinstance(param, DTensor) or master.placements == param.placements
+            self.check_one(master, i, expected[i], "master", 1e-5)
+            assert torch.equal(whole(param), whole(master).to(HALF)), "rounded to the nearest"
+
+
+FAMILY: dict[str, dict[str, Any]] = {
+    "muon": {},
+    "l2": {"weight_decay_mode": "l2"},
+    "cautious": {"weight_decay_mode": "cautious"},
+    "normuon": {"second_moment": "row", "second_moment_beta": 0.9},
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "member"),
+    [
+        (1, "muon"),
+        *((2, member) for member in FAMILY),
+        *(pytest.param(n, "muon", marks=pytest.mark.slow) for n in (3, 4)),
+    ],
+)
+@on_ranks()
+def test_masters_of_any_matrices_on_any_placements(rank: int, world: int, member: str) -> None:
+    weights = HalfWeights(twin=Paper(0.02, DECAY, **FAMILY[member]))
+    for i, split in enumerate(SPLITS):
+        for extents, placements in placements_of(world, 2 if split.spec.flattened else len(split.shape)):
+            weights.shard(i, split.shape, init_device_mesh("cpu", extents), placements, 1.0, split)
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"), **FAMILY[member], **MASTERS)
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "full_replication", "sharded", "functions"])
+@on_ranks(2)
+def test_masters_by_any_strategy(rank: int, world: int, strategy: str) -> None:
+    weights, mesh = HalfWeights(twin=Paper(0.02)), init_device_mesh("cpu", (world,))
+    for i, split in enumerate(SPLITS):
+        weights.shard(i, split.shape, mesh, [Shard(0)], 1.0, split)
+    config, options = create_dtensor_config(costs="flops"), {"strategy": strategy}
+    if strategy == "functions":
+        config, options = dmuon.DistributedConfig(each_by_turns, *functions_of_whole_tensors(), {}), {}
+    optimizer = weights.optimizer(config, **options, **MASTERS)
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+
+
+def each_by_turns(params: list[Tensor], state: dict[str, Any]) -> dict[int, int]:
+    return {i: i % 2 for i in range(len(params))}
+
+
+def gradients(named: Iterable[tuple[str, Tensor]], step: int) -> dict[str, Tensor]:
+    """Whole ones, by name."""
+    return {name: noise(100 * step + i, *param.shape).to(HALF) for i, (name, param) in enumerate(named)}
+
+
+def in_one_process(steps: int, edit: Callable[[dict[str, Tensor]], None] | None = None) -> dict[str, Tensor]:
+    """The masters of the toy in fp32: matrices as the paper says, the rest by ``torch.optim.AdamW``."""
+    model = build().to(HALF).float()
+    named, twin = dict(model.named_parameters()), Paper()
+    matrices = [name for name in named if is_matrix(name)]
+    for name in matrices:
+        twin.add(named[name].detach())
+    others = [param for name, param in named.items() if name not in matrices]
+    groups = [{"params": [param], "weight_decay": DECAY if param.ndim > 1 else 0.0} for param in others]
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    for step in range(steps):
+        grads = {name: grad.float() for name, grad in gradients(named.items(), step).items()}
+        for name, param in named.items():
+            param.grad = grads[name]
+        twin.step([grads[name] for name in matrices])
+        adamw.step()
+    return {name: p.detach() for name, p in named.items()} | dict(zip(matrices, twin.weights(), strict=True))
+
+
+PLACES = ("single", "fsdp2-2", "ddp", "tp-alone", "cp-mesh", "1d", "tp")
+SLOW = ("fsdp2-3", "fsdp2-hsdp", "fsdp2-tp", "hsdp", "tp-fsdp")
+
+
+@pytest.mark.parametrize("layout", [*PLACES, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
+def test_masters_of_models_as_users_lay_them_out(ranks: RankPool, layout: str) -> None:
+    ranks(1 if layout == "single" else LAYOUTS[layout].world, laid_out, layout)
+
+
+def laid_out(rank: int, world: int, layout: str) -> None:
+    """Of a dedicated model the matrices have none in the state, and no gradients here."""
+    model = build().to(HALF)
+    laid = None if layout == "single" else lay(layout, model)
+    optimizer = dmuon.Muon(model, **OPTIONS, **MASTERS) if laid is None else laid.optimizer(**MASTERS)
+    named = dict(model.named_parameters())
+    owned = dmuon.owned_parameters(model) if layout in LAYOUTS and LAYOUTS[layout].dedicated else set()
+    for step in range(STEPS):
+        for name, grad in gradients(named.items(), step).items():
+            if named[name] not in owned:
+                give(named[name], grad)
+        optimizer.step()
+    expected, found = in_one_process(STEPS), {}
+    for name, param in named.items():
+        assert ("master_weight" in optimizer.state[param]) == (param not in owned)
+        if param not in owned:
+            master = found[name] = whole(optimizer.state[param]["master_weight"])
+            assert torch.equal(whole(param), master.to(HALF))
+            assert all(
+                optimizer.state[param].get(key, master).dtype == torch.float32 for key in ("exp_avg", "exp_avg_sq")
+            )
+    assert_equal_weights(found, {name: expected[name].float() for name in found}, 1e-5)
+    assert_same_over_ranks(found)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-2", "1d"])
+def test_backward_in_half_precision_trains_by_masters(ranks: RankPool, layout: str) -> None:
+    """A rate at which no weight in bf16 would move by the nearest."""
+    ranks(2, trains_slowly, layout)
+
+
+def trains_slowly(rank: int, world: int, layout: str) -> None:
+    moved = {}
+    for masters in (True, False):
+        laid = lay(layout, build().to(HALF))
+        optimizer = laid.optimizer(lr=2e-6, adamw_lr=2e-6, weight_decay=0.0, master_weights=masters)
+        before = full_state(laid.network)
+        for step in range(12):
+            optimizer.zero_grad()
+            laid.backward(step)
+            optimizer.step()
+        after = full_state(laid.network)
+        moved[masters] = sum(int((after[name] != before[name]).sum()) for name in ("head.weight", "embed.weight"))
+    assert moved[True] > 2 * moved[False]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("experts alone, bf16", "rows on 2, bf16"),
+        ("experts on 3, bf16", "copies on 2, bf16"),
+        ("rows on 2, bf16", "experts alone, bf16"),
+        ("rows on 2, bf16", "experts on 3, functions"),
+    ],
+)
+def test_masters_go_on_anywhere(ranks: RankPool, tmp_path: Path, source: str, target: str) -> None:
+    target = target.replace("functions", "bf16")
+    ranks(checkpoints.world_of(source), saves, str(tmp_path), source)
+    ranks(checkpoints.world_of(target), goes_on, str(tmp_path), target)
+
+
+def saves(rank: int, world: int, path: str, name: str) -> None:
+    run = checkpoints.start(name, member=MASTERS)
+    run.train(range(checkpoints.SAVED))
+    checkpoints.save(run, path)
+
+
+def goes_on(rank: int, world: int, path: str, name: str) -> None:
+    run = checkpoints.start(name, seed=50, member=MASTERS)
+    run.train(range(1))
+    checkpoints.load(run, path)
+    run.train(range(checkpoints.SAVED, checkpoints.TOTAL))
+    twin = Paper()
+    for value in checkpoints.Experts.noise(99):
+        twin.add((1.0 + value.to(HALF)).to(HALF))
+    for step in range(checkpoints.TOTAL):
+        twin.step([grad.to(HALF) for grad in checkpoints.Experts.noise(step)])
+    for param, expected in zip(run.model.weights, twin.weights(), strict=True):
+        master = whole(run.optimizer.state[param]["master_weight"])
+        assert_close(master, expected.reshape(master.shape).float(), "master", 1e-5)
+        assert torch.equal(whole(param), master.to(HALF))
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp2-2", "ddp", "1d"])
+def test_a_restart_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    ranks(1 if layout == "single" else 2, restarts, str(tmp_path), f"{layout}, bf16", MASTERS)
+
+
+def restarts(rank: int, world: int, path: str, name: str, options: dict[str, Any]) -> None:
+    run = checkpoints.start(name, member=options)
+    run.train(range(checkpoints.SAVED))
+    checkpoints.save(run, path)
+    run.train(range(checkpoints.SAVED, checkpoints.TOTAL))
+    again = checkpoints.start(name, seed=50, member=options)
+    again.train(range(1))
+    checkpoints.load(again, path)
+    again.train(range(checkpoints.SAVED, checkpoints.TOTAL))
+    for name, tensor in run.local_tensors().items():
+        assert torch.equal(tensor, again.local_tensors()[name]), name
+
+
+def test_states_with_and_without_masters_load_into_each_other() -> None:
+    plain, kept = (dmuon.Muon(build().to(HALF), **OPTIONS, master_weights=masters) for masters in (False, True))
+    for optimizer in (plain, kept):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
+        optimizer.step()
+    saved = kept.state_dict(), plain.state_dict()
+    for optimizer, state in zip((plain, kept), saved, strict=True):
+        optimizer.load_state_dict(state)
+    for group in plain.param_groups:
+        assert not any("master_weight" in plain.state[param] for param in group["params"])
+        assert all(plain.state[p]["exp_avg"].dtype == HALF for p in group["params"] if not group["use_muon"])
+    for param in (param for group in kept.param_groups for param in group["params"]):
+        assert torch.equal(kept.state[param]["master_weight"], param.float()), "they begin as the weights"
+    kept.step()
+
+
+# -- edits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_weight_that_somebody_changes_counts(use_muon: bool) -> None:
+    """Where it is changed; elsewhere masters stay."""
+    param = nn.Parameter(noise(0, 6, 4).to(HALF))
+    optimizer = dmuon.Muon([{"params": [param], "use_muon": use_muon}], lr=0.0, weight_decay=0.0, **MASTERS)
+    optimizer.state[param]["master_weight"] += 1e-4
+    master = optimizer.state[param]["master_weight"].clone()
+    with torch.no_grad():
+        param.copy_(master)
+        param[2] *= 3
+        param[3, 1] = float("nan")
+    expected = master.clone()
+    expected[2], expected[3] = param[2].float(), torch.where(param[3].isnan(), param[3].float(), master[3])
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["master_weight"].nan_to_num(7), expected.nan_to_num(7))
+    optimizer.state[param].pop("master_weight")
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["master_weight"].nan_to_num(7), param.float().nan_to_num(7))
+
+
+def test_masters_follow_a_model_that_changes_its_route_or_dtype() -> None:
+    model = build().to(HALF)
+    optimizer = dmuon.Muon(model, **OPTIONS, **MASTERS)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, *batch(0)).backward()
+        optimizer.step()
+
+    step()
+    moved = optimizer.param_groups[0]["params"].pop()
+    kept = optimizer.state[moved]["master_weight"].clone()
+    optimizer.param_groups[1]["params"].append(moved)
+    optimizer.state_dict()
+    assert torch.equal(optimizer.state[moved]["master_weight"], kept)
+    step()
+    assert optimizer.state[moved]["exp_avg"].dtype == torch.float32
+    assert torch.equal(moved, optimizer.state[moved]["master_weight"].to(HALF))
+    model.float()
+    step()
+    saved = optimizer.state_dict()
+    assert not any("master_weight" in values for values in saved["state"].values())
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_masters_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"master_weights=True, and no parameter is in half precision, such as 'blocks.0"
+    ):
+        dmuon.Muon(build(), **MASTERS)
+    with pytest.raises(TypeError, match="master_weights must be True or False, got 'fp32'"):
+        dmuon.Muon(build().to(HALF), master_weights="fp32")
+    model = build().to(HALF)
+    model.norm.float()  # which is its own master
+    optimizer = dmuon.Muon(model, **MASTERS)
+    assert "master_weight" not in optimizer.state[model.norm.weight]
+    optimizer.param_groups[1]["master_weights"] = False
+    with pytest.raises(ValueError, match="master_weights of group 1 was edited, of which there is state"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_masters_of_flat_shards_are_refused(rank: int, world: int) -> None:
+    model = FullyShardedDataParallel(build().to(HALF), use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"master_weights for .* use its MixedPrecision, which keeps fp32 shards"):
+        dmuon.Muon(model, **MASTERS)
+
+
+@on_ranks(2)
+def test_fused_updates_change_masters_with_the_weights(rank: int, world: int) -> None:
+    model = build().to(HALF)
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    optimizer = dmuon.Muon(model, strategy="fused", **OPTIONS, **MASTERS)
+    for step in range(STEPS):
+        for name, grad in gradients(model.named_parameters(), step).items():
+            give(dict(model.named_parameters())[name], grad)
+        optimizer.step()
+    optimizer.flush()
+    expected = in_one_process(STEPS)
+    masters = {name: whole(optimizer.state[p]["master_weight"]) for name, p in model.named_parameters()}
+    assert_equal_weights(masters, {name: expected[name].float() for name in masters}, 1e-5)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+
+def test_qk_clip_scales_masters() -> None:
+    found = []
+    for dtype in (HALF, torch.float32):
+        torch.manual_seed(0)
+        model = nn.Sequential(Attention()).to(HALF).to(dtype)
+        clip = dmuon.QKClip(model, threshold=1.0, heads={"0": dmuon.AttentionHeads("q_proj", "k_proj", 2, 2)})
+        groups = [{"params": list(model.parameters()), "use_muon": True}]
+        optimizer = dmuon.Muon(groups, lr=1e-3, qk_clip=clip, master_weights=dtype == HALF)
+        for step in range(STEPS):
+            for i, param in enumerate(model.parameters()):
+                param.grad = noise(10 * step + i, 8, 8).to(HALF).to(dtype) if step < 2 else None
+            clip.report("0", torch.tensor([2.0, 0.5]))
+            optimizer.step()
+        for param in model.parameters():
+            found.append(param.detach() if dtype == torch.float32 else optimizer.state[param]["master_weight"])
+            assert dtype == torch.float32 or torch.equal(param, found[-1].to(HALF))
+    for master, weight in zip(found[:2], found[2:], strict=True):
+        assert_close(master, weight, "master", 1e-6)

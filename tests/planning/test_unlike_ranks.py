@@ -1,0 +1,132 @@
+"""Ranks that earlier plans, or their speed, leave with less or more to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.assertions import assert_same_tensors, raised_by
+from harness.network import full_state
+from harness.on_ranks import on_ranks
+from harness.toy import OPTIONS, build, train
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dmuon
+from dmuon.dedicated.dedication import dedications
+from dmuon.solver import CostTable
+
+COSTS = CostTable({(8, 8): {1: 10**12}})  # beside which what travels is nothing
+
+
+class Model(nn.Module):
+    """One matrix that two ranks hold, as experts, and two that all four do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Sequential(nn.Linear(8, 8, bias=False))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, bias=False)) for _ in range(2))
+
+
+def shard(module: nn.Module, mesh: DeviceMesh) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            part.weight = nn.Parameter(distribute_tensor(part.weight.detach(), mesh, [Shard(0)]))
+
+
+def owned(model: nn.Module, optimizer: dmuon.Muon, rank: int) -> int:
+    """Matrices that this rank orthogonalizes."""
+    found = sum(one.owner == rank for one in optimizer.exchanged())
+    for one in dedications(model):
+        ranks = one.runtime.comm.topology.ranks
+        found += sum(ranks[owner] == rank for owner in one.plan.owners.values())
+    return found
+
+
+@pytest.mark.pitfall("P52")
+@pytest.mark.parametrize(
+    ("experts", "rest"), [("dedicated", "dedicated"), ("exchanged", "exchanged"), ("dedicated", "exchanged")]
+)
+@on_ranks(4)
+def test_four_matrices_of_which_groups_of_two_have_one_each_go_to_four_ranks(
+    rank: int, world: int, experts: str, rest: str
+) -> None:
+    """Of each pair of ranks one owns its expert; that of the rest each other rank owns one, is the only best plan."""
+    pair, everybody = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("of", "pair"))["pair"],
+        init_device_mesh("cpu", (4,)),
+    )
+    model = Model()
+    if experts == "dedicated":
+        dmuon.dedicate_params([model.experts], pair, costs=COSTS, select=lambda *_: True)
+    else:
+        shard(model.experts, pair)
+    if rest == "dedicated":
+        plan = dmuon.dedicate_params(model, everybody, costs=COSTS)
+        assert sorted(plan.solution.starts_ns) == [0, 0, 10**12, 10**12]
+        assert plan.solution.ends_ns == (10**12,) * 4 and plan.balance == 1.0
+        assert "slowest rank (makespan): 1000000.000 ms with what was planned before" in plan.report()
+    else:
+        shard(model.blocks, everybody)
+    groups = [{"params": list(model.parameters()), "use_muon": True}]
+    optimizer = dmuon.Muon(groups, distributed_config=dmuon.create_dtensor_config(costs=COSTS))
+    counts = [torch.empty((), dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(counts, torch.tensor(owned(model, optimizer, rank)))
+    assert [int(count) for count in counts] == [1, 1, 1, 1]
+
+
+# -- a slower rank owns less, and ranks that differ by noise count as alike --------------------------------------------
+
+
+def loads(found: dmuon.OwnerPlan) -> list[int]:
+    """Of each rank, the elements that it owns."""
+    elements = [0] * found.world
+    for matrix in found.matrices:
+        elements[found.owners[matrix.name]] += matrix.rows * matrix.cols
+    return elements
+
+
+@on_ranks(2)
+def test_both_residencies_give_a_slow_rank_less_and_train_to_the_same_weights(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    expected = build()
+    even = dmuon.dedicate_params(expected, mesh, costs="flops")
+    model = build()
+    found = dmuon.dedicate_params(model, mesh, costs="flops", ranks=[1.0, 1 / 3])
+    sharded = build()
+    for module in (*sharded.blocks, sharded):
+        fully_shard(module, mesh=mesh)
+    config = dmuon.create_dtensor_config(costs="flops", ranks=[1, 1 / 3])
+    exchanged = dmuon.Muon(sharded, distributed_config=config, **OPTIONS).exchanged()
+    assert abs(loads(even)[1] / sum(loads(even)) - 1 / 2) < 0.1
+    assert abs(loads(found)[1] / sum(loads(found)) - 1 / 4) < 0.1
+    assert sum(one.owner == 1 for one in exchanged) / len(exchanged) < 0.35
+    train(expected, dmuon.Muon(expected, **OPTIONS), range(2), rank, world)
+    train(model, dmuon.Muon(model, **OPTIONS), range(2), rank, world)
+    assert_same_tensors(full_state(model), full_state(expected))
+
+
+@on_ranks(2)
+def test_speeds_that_ranks_do_not_agree_on_or_cannot_use_are_refused_on_all(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    uneven = [1.0, 0.5] if rank else None
+    for ranks, kind, says in (
+        (uneven, ValueError, "option ranks"),
+        ("measured", TypeError, r"ranks='measured' is no list of numbers; give a list of speeds"),
+        ([1.0, 0.0], ValueError, "holds what is no positive number"),
+        ([1.0], ValueError, "ranks= has 1 speeds, and the job 2 ranks"),
+    ):
+        raised = raised_by(lambda ranks=ranks: dmuon.dedicate_params(build(), mesh, costs="flops", ranks=ranks))
+        assert raised.matches(kind, says), raised
+    model: nn.Module = build()
+    fully_shard(model, mesh=mesh)
+    config = dmuon.create_dtensor_config(costs="flops", ranks=uneven)
+    raised = raised_by(lambda: dmuon.Muon(model, distributed_config=config, **OPTIONS))
+    assert raised.matches(ValueError, r"rank 1 was given ranks=\[1.0, 0.5\], and rank 0 ranks=None"), raised
+
+
+def test_the_plan_of_a_step_says_what_to_write_instead() -> None:
+    with pytest.raises(AttributeError, match=r"rebalanced_plan was removed: give dedicate_params ranks=\[speed, …\]"):
+        getattr(dmuon, "rebalanced_plan")  # noqa: B009

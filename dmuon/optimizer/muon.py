@@ -38,7 +38,6 @@ from dmuon.optimizer.options import (
     STATE_OPTIONS,
     USUAL,
     Description,
-    Given,
     check_edited,
     check_functions,
     check_halves,
@@ -144,10 +143,11 @@ class Muon(torch.optim.Optimizer):
         qk_clip: scales queries and keys of heads with too large logits after each step.
         strategy: who orthogonalizes a matrix that several ranks hold and dmuon does not own: ``"owner"``: one rank, as
             planned; ``"replicated"``: each of them; ``"full_replication"``: that, with momentum of the whole on each;
-            ``"sharded"``: all of them together; ``"fused"``: one rank, before FSDP2 next unshards it; ``"auto"``: what
-            is predicted to take less time by a fifth. Or a mapping of patterns of names of parameters to these, such as
-            ``{"*.embed.*": "sharded"}``, of which the first that fits counts; the rest have owners. ``docs/ways.md``
-            says what each costs. State dicts fit whatever the strategy.
+            ``"sharded"``: all of them together, or so many as ``"sharded:4"`` says while others have other matrices;
+            ``"fused"``: one rank, before FSDP2 next unshards it; ``"auto"``: what is predicted to take less time by a
+            fifth. Or a mapping of patterns of names of parameters to these, such as ``{"*.embed.*": "sharded"}``, of
+            which the first that fits counts; the rest have owners. ``docs/ways.md`` says what each costs. State dicts
+            fit whatever the strategy.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -250,7 +250,7 @@ class Muon(torch.optim.Optimizer):
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._batched: list[Tensor] = []  # parameters of which this rank orthogonalizes something
-        self._strategies: dict[int, Given] = {}  # by id, of those that have not just owners
+        self._strategies: dict[int, str] = {}  # by id, of those that have not just owners
         self._left: Set[int] = set()  # ids of what dedicate_params has left to all ranks together
         self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)

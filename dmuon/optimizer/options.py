@@ -8,21 +8,20 @@ import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import HALF, check_storage, coefficient_sequence, storage_dtype, update_scale
-from dmuon.layout.matrices import Strategy
-from dmuon.model.matrix_spec import flat_of
+from dmuon.layout.matrices import Strategy, team_size
+from dmuon.model.matrix_spec import flat_of, is_one_matrix
 from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.batches import SharedBatch
 from dmuon.step.rounds import Round
 from dmuon.step.update import orthogonalized_by, trial_of
 
-Given: TypeAlias = Strategy | Literal["auto"]
 STRATEGIES: tuple[str, ...] = (*get_args(Strategy), "auto")
 STRATEGY = "strategy"  # the option of a group that has its own
 
@@ -360,8 +359,10 @@ def check_strategy(strategy: object) -> None:
                 f"strategy must be a name, or a mapping of patterns of names of parameters to names, got {name!r}; "
                 f"use one of {', '.join(STRATEGIES)}"
             )
-        if name not in STRATEGIES:
-            raise ValueError(f"strategy={name!r} is unknown; use one of {', '.join(STRATEGIES)}")
+        if name not in STRATEGIES and team_size(name) < 2:
+            raise ValueError(
+                f"strategy={name!r} is unknown; use one of {', '.join(STRATEGIES)}, or 'sharded:2' or more"
+            )
 
 
 def strategies_of(
@@ -369,7 +370,7 @@ def strategies_of(
     names: Mapping[int, str],
     default: str | Mapping[str, str],
     left: Collection[int],
-) -> dict[int, Given]:
+) -> dict[int, str]:
     """By ``id``, the strategies of those of Muon's parameters that have not just owners.
 
     Of a mapping the first pattern counts that fits the name, as ``fnmatch`` has it.
@@ -383,7 +384,7 @@ def strategies_of(
         ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes; or one that cannot be cut
             into slices.
     """
-    found: dict[int, Given] = {}
+    found: dict[int, str] = {}
     for group in groups:
         given = group.get(STRATEGY, default) if group["use_muon"] else "owner"
         for param in group["params"] if given != "owner" or (left and group["use_muon"]) else ():
@@ -392,22 +393,27 @@ def strategies_of(
             if isinstance(given, Mapping):
                 chosen = next((way for pattern, way in given.items() if fnmatchcase(name, pattern)), "owner")
             if id(param) in left:
-                if chosen not in ("owner", "sharded"):
+                if chosen not in ("owner", "sharded") and not team_size(chosen):
                     raise ValueError(
                         f"strategy={chosen!r} for {name!r}, and dedicate_params was told 'sharded': leave it out here"
                     )
-                chosen = "sharded"
+                chosen = "sharded" if chosen == "owner" else chosen
             if chosen != "owner" and isinstance(param, OwnedTensor):
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, which dedicate_params gave an owner that has it whole: leave "
                     "strategy= out for it, or leave it to FSDP2 by dedicate_params(exclude=…) and fully_shard"
                 )
-            if chosen in ("sharded", "auto") and flat_of(param) is not None:
+            if team_size(chosen) and not is_one_matrix(param):
+                raise ValueError(
+                    f"strategy={chosen!r} for {name!r}, which is several matrices: use 'sharded' or 'owner'"
+                )
+            may_cut = chosen in ("sharded", "auto") or team_size(chosen) > 0
+            if may_cut and flat_of(param) is not None:
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, of which FSDP1 has a flat shard on each rank: use 'owner' or "
                     "'replicated', or torch's fully_shard (FSDP2)"
                 )
-            if chosen in ("sharded", "auto") and group.get("orthogonalize") is not None:
+            if may_cut and group.get("orthogonalize") is not None:
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, of which orthogonalize= wants whole matrices, at costs that "
                     "no plan knows: use 'owner' or 'replicated'"

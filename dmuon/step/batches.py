@@ -248,7 +248,7 @@ class SharedBatch(Batch):
     @property
     def is_owned(self) -> bool:
         """Whether this rank orthogonalizes them, perhaps as others do."""
-        return not self.parcel.has_owner or self.parcel.owner == self.domain.position
+        return self.parcel.is_for(self.domain.position)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -424,7 +424,7 @@ def check_group(group: Mapping[str, Any], *, shards: bool, flat: bool) -> None:
     check_options(group)
     for param in group["params"]:
         _check_param(param, group["use_muon"], shards, flat)
-        check_half(param, group, param.fqn if isinstance(param, OwnedTensor) else f"of shape {shape_of(param)}")
+    check_half(group)
 
 
 def _check_param(param: Tensor, use_muon: bool, shards: bool, flat: bool) -> None:

@@ -408,8 +408,10 @@ class Muon(torch.optim.Optimizer):
         batches = [batch for round_ in rounds for batch in round_.batches]
         momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
         masters, self._places = new_masters(self.param_groups), Places(self._names)
-        for param in (p for group in self.param_groups for p in group["params"] if is_rounded(group, p)):
-            self._places.of(param)  # here what cannot be placed is refused
+        for group in (group for group in self.param_groups if group.get("bf16_stochastic_round")):
+            for param in group["params"]:
+                if is_rounded(group, param):
+                    self._places.of(param)  # here what cannot be placed is refused
         for batch in (batch for round_ in rounds for some in (round_.batches, round_.folded) for batch in some):
             batch.masters, batch.places = masters, self._places
         check_scalings(self.param_groups, rounds, self._names, self._clipped)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import HALF, check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.layout.matrices import Strategy, team_size
-from dmuon.model.matrix_spec import flat_of, is_one_matrix
+from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of
 from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.batches import SharedBatch
 from dmuon.step.rounds import Round
@@ -252,26 +252,26 @@ def check_halves(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) 
             )
 
 
-def check_half(param: Tensor, group: Mapping[str, Any], name: str) -> None:
-    """Refuse a parameter that an option for half precision cannot take.
+def check_half(group: Mapping[str, Any]) -> None:
+    """Refuse parameters that an option for half precision cannot take.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the first.
     """
     option = next((option for option in _OF_HALVES if group.get(option)), None)
-    if option is None:
-        return
-    if flat_of(param) is not None:
-        raise ValueError(
-            f"{option} for parameter {name}, of which FSDP1 has a flat shard on each rank: use its MixedPrecision, "
-            "which keeps fp32 shards, or torch's fully_shard (FSDP2)"
-        )
-    if option == "bf16_stochastic_round" and (param.dtype == torch.float16 or isinstance(param, OwnedTensor)):
-        why = "which is torch.float16" if param.dtype == torch.float16 else "of which its owner has an fp32 master"
-        raise ValueError(
-            f"bf16_stochastic_round for parameter {name}, {why}: leave it out, or put it into those groups of "
-            "dmuon.param_groups(model) that have weights in bf16"
-        )
+    for param in group["params"] if option is not None else ():
+        name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {shape_of(param)}"
+        if flat_of(param) is not None:
+            raise ValueError(
+                f"{option} for parameter {name}, of which FSDP1 has a flat shard on each rank: use its "
+                "MixedPrecision, which keeps fp32 shards, or torch's fully_shard (FSDP2)"
+            )
+        if option == "bf16_stochastic_round" and (param.dtype == torch.float16 or isinstance(param, OwnedTensor)):
+            why = "which is torch.float16" if param.dtype == torch.float16 else "of which its owner has an fp32 master"
+            raise ValueError(
+                f"bf16_stochastic_round for parameter {name}, {why}: leave it out, or put it into those groups of "
+                "dmuon.param_groups(model) that have weights in bf16"
+            )
 
 
 def check_edited(groups: Sequence[Mapping[str, Any]]) -> None:

@@ -494,8 +494,8 @@ def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, 
             if param in state:
                 state[param].pop(name, None)
         values = state.get(param, {})
-        if not has_master(group, param):
-            values.pop(MASTER, None)
+        if MASTER in values and not has_master(group, param):
+            del values[MASTER]
         if not group["use_muon"] and param.requires_grad and values.keys() <= {MASTER}:
             state[param] = {**new_adamw_state(param, group), **values}
 

@@ -56,7 +56,7 @@ def new_masters(groups: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
     """This rank's parts of the masters of Muon's matrices, by ``id``; of frozen ones without memory."""
     masters: dict[int, Tensor] = {}
     for group in groups:
-        for param in group["params"] if group["use_muon"] else ():
+        for param in group["params"] if group["use_muon"] and group.get("master_weights") else ():
             if has_master(group, param):
                 local = local_tensor(param).detach()
                 masters[id(param)] = new_master(local if param.requires_grad else local.to("meta"))

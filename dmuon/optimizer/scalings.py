@@ -68,10 +68,10 @@ def check_scalings(groups: Groups, rounds: Sequence[Round], names: Mapping[int, 
                         f"{option} for {name}, of which FSDP1 has a flat shard on each rank, and no rows: leave "
                         f"{option} out, or use torch's fully_shard (FSDP2)"
                     )
-                if on_sphere and param.dtype != batch.dtype:
+                if on_sphere and param.dtype != batch.dtype and id(param) not in batch.masters:
                     raise ValueError(
                         f"{option} for {name}, whose weights are {param.dtype}: rounding would let their norm grow. "
-                        f"Keep them in {batch.dtype}, with FSDP2 by a MixedPrecisionPolicy, or use dedicate_params"
+                        "Pass master_weights=True, or keep fp32 weights, with FSDP2 by a MixedPrecisionPolicy"
                     )
                 if on_sphere and id(param) in clipped:
                     raise ValueError(

@@ -152,14 +152,16 @@ class Batch:
         for param in self.params[start:end]:
             grad = param.grad
             grad = local_tensor(torch.zeros_like(param) if grad is None else grad)
-            if decay:
-                weight = local_tensor(param).detach()
-                if (master := self.masters.get(id(param))) is not None:
-                    take_edits([master], [weight])
-                    weight = master
-                grad = grad.to(self.dtype) + decay * weight
-            grads.append(grad)
+            grads.append(grad if not decay else grad.to(self.dtype) + decay * self.updated(param))
         return grads if self.region is None else self.split(grads)
+
+    def updated(self, param: Tensor) -> Tensor:
+        """This rank's part of the master of ``param``, as edits of the weight have left it, or of a wider weight."""
+        weight = local_tensor(param).detach()
+        master = self.masters.get(id(param))
+        if master is not None:
+            take_edits([master], [weight])
+        return weight if master is None else master
 
     def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the matrices, 2-D each, in local ``tensors`` that lie as some of the parameters do.

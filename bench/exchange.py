@@ -69,7 +69,6 @@ SAVED = {"step()": ".0%", "step": ".0%"}
 class Settings(Sizes):
     world: int = option(2, least=2)  # one rank exchanges nothing
     chunk_bytes: int = 2**28
-    small: int = option(65536, least=0)
     rate: str | None = None
 
 
@@ -99,12 +98,7 @@ def build(name: str, initial: GPT, mesh: DeviceMesh, settings: Settings) -> Prog
     if name not in MODES:
         return build_stock(name, initial, mesh, settings)
     model = sharded(fully_shard, copy.deepcopy(initial), mesh=mesh)
-    config = dmuon.create_dtensor_config(
-        *MODES[name],
-        costs=settings.costs,
-        chunk_bytes=settings.chunk_bytes,
-        small_param_numel_threshold=settings.small,
-    )
+    config = dmuon.create_dtensor_config(*MODES[name], costs=settings.costs, chunk_bytes=settings.chunk_bytes)
     return Program(name, model, [dmuon.Muon(model, lr=LR, distributed_config=config)], "owners")
 
 
@@ -174,7 +168,8 @@ def run_confined(rate: str, argv: Sequence[str]) -> int:
     # Segments smaller than the bucket, and a bucket smaller than what is exchanged, or nothing would be limited.
     lines = ["set -e", "ip link set lo mtu 16384", "ip link set lo up"]
     lines += [f"tc qdisc add dev lo root handle 1: tbf rate {rate} burst 64kb limit 64mb", 'test $# = 0 || exec "$@"']
-    confined = ["unshare", "--map-root-user", "--net", "sh", "-c", "\n".join(lines), "sh"]
+    mapped = [] if os.geteuid() == 0 else ["--map-root-user"]  # which needs namespaces for users
+    confined = ["unshare", *mapped, "--net", "sh", "-c", "\n".join(lines), "sh"]
     tried = subprocess.run(confined, capture_output=True, text=True)
     if tried.returncode:
         why = "it needs root or namespaces for users, and CONFIG_NET_SCH_TBF"

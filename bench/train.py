@@ -35,14 +35,14 @@ class Interrupted(BaseException):
         self.number = number
 
 
-def work(rank: int, settings: Settings, job: Job) -> None:
+def work(rank: int, job: Job) -> None:
     """One rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from training.trainer import Trainer  # here: a slow import, which the parent does without
 
-    Trainer(rank, settings, job).train()
+    Trainer(rank, job).train()
 
 
 def _end_with_parent() -> None:
@@ -117,11 +117,11 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         for optimizer, seed in runs:
-            job = Job(optimizer, seed, out, args.checkpoint_every)
+            job = Job(optimizer, seed, settings)
             left = resume(job) if args.resume else job
             if left is not None:
                 print(f"{OPTIMIZERS[optimizer]}, seed {seed} …", file=sys.stderr, flush=True)
-                run_ranks(settings.world, work, settings, left, device=settings.device)
+                run_ranks(settings.world, work, left, device=settings.device)
     except Interrupted as interruption:
         print(f"\ninterrupted; --resume goes on from the last checkpoint in {out}", file=sys.stderr)
         for child in multiprocessing.active_children():

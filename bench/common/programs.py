@@ -44,11 +44,6 @@ class Sizes(TurnOptions):
     check: int = 3
     seed: int = option(0, least=0)
 
-    @property
-    def tokens(self) -> int:
-        """Per rank and step."""
-        return self.batch * self.context
-
 
 @dataclass(frozen=True, slots=True)
 class Mode:
@@ -184,24 +179,21 @@ def largest_difference(weights: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 def errors(programs: list[Program], initial: GPT, sizes: Sizes, rank: int) -> dict[str, float]:
     """By program, the largest difference of any weight from a single process after ``sizes.check`` steps."""
-    twins = {}
-    for kind in ("muon", "adamw"):
-        twin = copy.deepcopy(initial)
-        optimizer: Any = (
-            dmuon.Muon(twin, lr=LR, distributed_config=APART) if kind == "muon" else adamw(twin.parameters(), LR)
-        )
-        single = Program(kind, twin, [optimizer], kind)
-        for step in range(sizes.check):
+    by_muon, by_adamw = copy.deepcopy(initial), copy.deepcopy(initial)
+    single = Program("muon", by_muon, [dmuon.Muon(by_muon, lr=LR, distributed_config=APART)], "muon")
+    singles = single, Program("adamw", by_adamw, [adamw(by_adamw.parameters(), LR)], "adamw")
+    for step in range(sizes.check):
+        for single in singles:
             single.step(*data(sizes, step, None))
-        twins[kind] = {n: p.detach() for n, p in twin.state_dict().items()}
-    by_program = {}
-    for program in programs:
-        for step in range(sizes.check):
+        for program in programs:
             program.step(*data(sizes, step, rank, program.shared))
-        by_program[program.name] = largest_difference(
-            whole_weights(program.model), twins["adamw" if program.kind == "adamw" else "muon"]
+    expected = {single.kind: single.model.state_dict() for single in singles}
+    return {
+        program.name: largest_difference(
+            whole_weights(program.model), expected["adamw" if program.kind == "adamw" else "muon"]
         )
-    return by_program
+        for program in programs
+    }
 
 
 # -- what a step costs ------------------------------------------------------------------------------------------------

@@ -81,14 +81,13 @@ class Job:
 
     optimizer: str
     seed: int
-    out: Path
-    checkpoint_every: int
+    settings: Settings
     resume_from: Path | None = None
 
     @property
     def metrics(self) -> Path:
-        return self.out / "metrics.jsonl"
+        return Path(self.settings.out) / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        return self.out / "checkpoints" / f"{self.optimizer}-seed{self.seed}"
+        return Path(self.settings.out) / "checkpoints" / f"{self.optimizer}-seed{self.seed}"

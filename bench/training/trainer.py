@@ -108,8 +108,9 @@ def lr_factor(step: int, steps: int) -> float:
 class Trainer:
     """The training state of one rank, as stock `torch.distributed.checkpoint` saves and loads it."""
 
-    def __init__(self, rank: int, settings: Settings, job: Job) -> None:
-        self.rank, self.settings, self.job = rank, settings, job
+    def __init__(self, rank: int, job: Job) -> None:
+        self.rank, self.settings, self.job = rank, job.settings, job
+        settings = job.settings
         self.device = torch.device(settings.device, rank if settings.device == "cuda" else None)
         self.corpus = load_corpus()
         self._memory_before = _peak_bytes(self.device)
@@ -172,7 +173,7 @@ class Trainer:
             while self.step < steps:
                 self._train_step()
                 bar.update()
-                save = self.step % self.job.checkpoint_every == 0 or self.step == steps
+                save = self.step % self.settings.checkpoint_every == 0 or self.step == steps
                 if self.step % FLUSH_EVERY == 0 or self.step in evaluate_at or save:
                     self._flush(bar)
                 if self.step in evaluate_at:

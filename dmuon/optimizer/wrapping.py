@@ -27,7 +27,6 @@ from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
 from dmuon.model.matrix_spec import fault_of, flat_of
 from dmuon.optimizer.flat_shards import fault_of_flat
-from dmuon.optimizer.options import Given
 from dmuon.optimizer.state import Origin
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.log import logger
@@ -232,7 +231,7 @@ def find_residencies(
     device: torch.device,
     last: Exchange | None,
     ns: NsOptions,
-    strategies: Mapping[int, Given],
+    strategies: Mapping[int, str],
 ) -> list[Residency]:
     """Where the parameters of Muon live: those that dmuon owns first, and what is exchanged last.
 

@@ -48,8 +48,8 @@ class Arrived:
         return slice((run[0] - self.span[0]) * self.batch.each, (run[1] - self.span[0]) * self.batch.each)
 
     def weights(self) -> list[Tensor]:
-        """This rank's part of each matrix, or a copy of it: of the masters, or of wider weights."""
-        return self.batch.split([self.batch.updated(param) for param in self.batch.params[slice(*self.span)]])
+        """This rank's part of each matrix: of the weights, or of their masters, or a copy of it."""
+        return self.batch.split(self.batch.weights(*self.span))
 
     @property
     def is_joined(self) -> bool:

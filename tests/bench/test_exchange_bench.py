@@ -1,4 +1,4 @@
-"""The bench of exchanges runs end to end; its record can be printed again, and says where it comes from."""
+"""The benches of steps run end to end; their records can be printed again, and say where they come from."""
 
 from __future__ import annotations
 
@@ -58,3 +58,20 @@ def test_a_slower_loopback_is_refused_where_the_tools_are_missing(
     monkeypatch.delenv(bench.CONFINED, raising=False)
     assert bench.main(["--rate", "1"]) == 2
     assert "needs unshare, ip, tc" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_ablation_says_what_parts_save_on_several_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    options = ["--programs", "ablation", "--worlds", "1,2", *TINY, "--rounds", "1", "--warmup", "0", "--costs", "flops"]
+    command = [sys.executable, str(BENCH / "step.py"), *options, "--json", str(out)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
+    assert ran.returncode == 0, ran.stderr
+    record = json.loads(out.read_text())
+    assert record["worlds"].keys() == {"1", "2"} and "times the baseline, by ranks" in ran.stdout
+    for world, found in record["worlds"].items():
+        for name, row in found["programs"].items():
+            assert row["error"] < 1e-4, f"{name} on {world} ranks"
+            assert row["step"] == pytest.approx(row["ideal"] + row["sent"] + row["rest"])
+        saved = record["saved"][f"{world} ranks, exposed CPU"]
+        assert saved["owners"]["times"] == pytest.approx(saved["sequential everywhere"]["ms"] / saved["owners"]["ms"])

@@ -490,14 +490,14 @@ def adamw_state(
 def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Forget what parameters have from a group of the other route, and begin the state of AdamW's."""
     for param in group["params"]:
-        for name in _ADAMW_STATE if group["use_muon"] else MATRIX_STATE:
-            if param in state:
-                state[param].pop(name, None)
-        values = state.get(param, {})
-        if MASTER in values and not has_master(group, param):
-            del values[MASTER]
-        if not group["use_muon"] and param.requires_grad and values.keys() <= {MASTER}:
-            state[param] = {**new_adamw_state(param, group), **values}
+        values = state.get(param)
+        if values is not None:
+            for name in _ADAMW_STATE if group["use_muon"] else MATRIX_STATE:
+                values.pop(name, None)
+            if MASTER in values and not has_master(group, param):
+                del values[MASTER]
+        if not group["use_muon"] and param.requires_grad and (values is None or values.keys() <= {MASTER}):
+            state[param] = {**new_adamw_state(param, group), **(values or {})}
 
 
 # -- copies of optimizers whose parameters one process has to itself ---------------------------------------------------

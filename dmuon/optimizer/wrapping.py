@@ -97,7 +97,7 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 def blocks_of_fsdp() -> dict[int, tuple[Any, nn.Module]]:
     """By ``id`` of the sharded parameter, what FSDP2 unshards it with, and the module."""
-    modules = all_living(FSDPModule)
+    modules: list[Any] = all_living(FSDPModule)  # each is a module, too
     groups = [(group, params, module) for module in modules for group, params in unsharded_together(module)]
     return {id(param): (group, module) for group, params, module in groups for param in params}
 

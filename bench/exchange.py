@@ -69,7 +69,6 @@ SAVED = {"step()": ".0%", "step": ".0%"}
 class Settings(Sizes):
     world: int = option(2, least=2)  # one rank exchanges nothing
     chunk_bytes: int = 2**28
-    small: int = option(65536, least=0)
     rate: str | None = None
 
 
@@ -99,12 +98,7 @@ def build(name: str, initial: GPT, mesh: DeviceMesh, settings: Settings) -> Prog
     if name not in MODES:
         return build_stock(name, initial, mesh, settings)
     model = sharded(fully_shard, copy.deepcopy(initial), mesh=mesh)
-    config = dmuon.create_dtensor_config(
-        *MODES[name],
-        costs=settings.costs,
-        chunk_bytes=settings.chunk_bytes,
-        small_param_numel_threshold=settings.small,
-    )
+    config = dmuon.create_dtensor_config(*MODES[name], costs=settings.costs, chunk_bytes=settings.chunk_bytes)
     return Program(name, model, [dmuon.Muon(model, lr=LR, distributed_config=config)], "owners")
 
 

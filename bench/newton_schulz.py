@@ -6,7 +6,7 @@ medians of ratios of neighbours in time. Programs:
 
 - ours: `orthogonalize(x)` with defaults, fp32; a batch of k is a loop for all others;
 - standard, gram: the textbook loop in fp32, and the plain Gram form with a restart before step 2;
-- torch: torch.optim.Muon's own routine, in bf16 with classic coefficients; `torch fp32` its operations in fp32;
+- torch: torch.optim.Muon's own routine, in bf16 with classic coefficients;
 - bf16: `orthogonalize(x, dtype=torch.bfloat16)`; `fp16 of gram-newton-schulz`, where that package is installed;
 - our gram, squares: `orthogonalize` in the Gram form, and with the preset of two blocks of squares.
 
@@ -40,12 +40,12 @@ from common.clock import cold_samples, medians
 from common.harness import Record, run
 from common.options import Options, option
 from common.results import columns
-from planner_gaps import matrices_of
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dmuon.kernels import coefficient_sequence, orthogonalize
 from dmuon.kernels.device import cpu_multiplies_bf16
+from dmuon.model.config import read_model
 
 STEPS = 5
 RESTART = 2
@@ -104,16 +104,6 @@ def torch_muon(x: Tensor, coefficients: Coefficients) -> Tensor:
     return _zeropower_via_newtonschulz(x, coefficients[0], STEPS, 1e-7)
 
 
-def torch_in_fp32(x: Tensor, coefficients: Coefficients) -> Tensor:
-    """The operations of torch.optim.Muon's routine, one by one, in the dtype of ``x``."""
-    x = x.clone()
-    x.div_(x.norm().clamp(min=1e-7))
-    for a, b, c in coefficients:
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x
-
-
 def plain(program: Callable[[Tensor, Coefficients], Tensor], x: Tensor, coefficients: Any) -> tuple[Any, Any]:
     def looped() -> Tensor:
         return torch.stack([program(one, coefficients) for one in x]) if x.ndim == 3 else program(x, coefficients)
@@ -128,8 +118,7 @@ def programs_of(mode: str, x: Tensor) -> Work:
         loops = {"standard": plain(standard, x, POLAR), "gram": plain(gram, x, POLAR)}
         return {**loops, "torch": plain(torch_muon, x, CLASSIC), **ours}
     if mode == "small":
-        loops = {"standard": plain(standard, x, POLAR), "torch fp32": plain(torch_in_fp32, x, POLAR)}
-        return {**loops, "gram": plain(gram, x, POLAR), **ours}
+        return {"standard": plain(standard, x, POLAR), "gram": plain(gram, x, POLAR), **ours}
     if mode == "squares":
         gram_form = {"our gram": (partial(orthogonalize, x, method="gram"), POLAR)}
         return {**gram_form, **ours, "squares": (partial(orthogonalize, x, coefficients="squares"), "squares")}
@@ -175,7 +164,8 @@ def shapes_of(settings: Settings) -> list[tuple[int, int, int]]:
     if settings.mode in FIXED:
         return [(m, n, 1) for m, n in FIXED[settings.mode]]
     paths = Path(settings.models).glob("*.json")
-    found = {(min(m.shape), max(m.shape)) for path in paths for m in matrices_of(path, settings.scale)}
+    sides = ((-(-m.rows // settings.scale), -(-m.cols // settings.scale)) for path in paths for m in read_model(path))
+    found = {(min(pair), max(pair)) for pair in sides}
     shapes = sorted(found.union(LARGE)) if found else []
     return [(m, n, k) for m, n in shapes for k in ((1, BATCH) if m <= BATCHED_ROWS else (1,))]
 

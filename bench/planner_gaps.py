@@ -4,10 +4,7 @@ For each model and number of ranks: the gap of the plan, its seconds on one core
 LPT (on the cost of one matrix) and round robin as multiples of the plan's. The search stops at a gap of 1 %; smaller
 gaps were proven by the first bound.
 
-    python bench/planner_gaps.py --models DIR [--costs h200 | a cost cache] [--scale 8]
-
-``--scale`` divides all sides of all matrices, so that a cache that was measured on a small machine covers real
-proportions.
+    python bench/planner_gaps.py [--models DIR] [--costs h200]
 """
 
 from __future__ import annotations
@@ -24,11 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from common.ablation import baseline
 from common.harness import Record, run
-from common.options import Options
+from common.options import Options, option
 from common.results import columns
 
 from dmuon.model.config import read_model
-from dmuon.planning.cost_cache import CostCache
 from dmuon.solver import CostTable, Matrix, plan
 from dmuon.tools.simulation.hardware import HARDWARE
 from dmuon.tools.simulation.wave_model import describe, wave_costs
@@ -40,17 +36,13 @@ COLUMNS |= {"lpt": ".2f", "round_robin": ".2f"}
 @dataclass(frozen=True, slots=True)
 class Settings(Options):
     models: str = "examples/models"
-    costs: str = "h200"
-    scale: int = 1
+    costs: str = option("h200", choices=sorted(HARDWARE))
     ranks: tuple[int, ...] = (2, 3, 8, 16, 64, 256, 1024)
 
 
-def matrices_of(path: Path, scale: int) -> list[Matrix]:
-    return [Matrix(m.name, -(-m.rows // scale), -(-m.cols // scale), m.block) for m in read_model(path)]
-
-
 def models_of(settings: Settings) -> dict[str, list[Matrix]]:
-    return {p.stem: matrices_of(p, settings.scale) for p in sorted(Path(settings.models).glob("*.json"))}
+    paths = sorted(Path(settings.models).glob("*.json"))
+    return {path.stem: [Matrix(m.name, m.rows, m.cols, m.block) for m in read_model(path)] for path in paths}
 
 
 def solve(matrices: Sequence[Matrix], ranks: int, costs: CostTable) -> Record:
@@ -70,15 +62,13 @@ def solve(matrices: Sequence[Matrix], ranks: int, costs: CostTable) -> Record:
 
 
 def measure(settings: Settings) -> Record:
-    cache = None if settings.costs in HARDWARE else CostCache.load(settings.costs)
-    source = describe(HARDWARE[settings.costs].device) if cache is None else f"measured on {cache.key.device}"
-    cases = {}
+    device, cases = HARDWARE[settings.costs].device, {}
     for name, matrices in models_of(settings).items():
         counts = Counter(m.shape for m in matrices)
-        costs = wave_costs(HARDWARE[settings.costs].device, counts) if cache is None else cache.table(counts)
+        costs = wave_costs(device, counts)
         for ranks in settings.ranks:
             cases[f"{name} {ranks}"] = solve(matrices, ranks, costs)
-    return {"cost_source": source, **summary(cases), "cases": cases}
+    return {"cost_source": describe(device), **summary(cases), "cases": cases}
 
 
 def summary(cases: dict[str, Record]) -> Record:

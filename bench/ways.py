@@ -1,10 +1,11 @@
 """Ways to orthogonalize the same matrices on the same ranks: by owners, on each rank, on all together.
 
-``last sharded``: the last matrix by all ranks together, the others by owners; ``auto``: as predicted.
+``large sharded``: large matrices by all ranks together, the others by owners; ``teams``: large ones by two ranks each;
+``auto``: as predicted.
 
 The matrices are sharded by rows over ``--world`` gloo ranks of one thread each. All ways live in one process tree and
 take turns, so that drift of the machine hits them alike. Cases: ``small``, many small matrices; ``wide``, one large
-matrix among small ones.
+matrix among small ones; ``two``, two of them.
 
 Columns; times are medians over rounds in ms, of the slowest rank:
 
@@ -47,10 +48,11 @@ WAYS: dict[str, str | dict[str, str]] = {
     "replicated": "replicated",
     "full_replication": "full_replication",
     "sharded": "sharded",
-    "last sharded": {"last": "sharded"},
+    "large sharded": {"large.*": "sharded"},
+    "teams": {"large.*": "sharded:2"},
     "auto": "auto",
 }
-CASES = ("small", "wide")
+CASES = ("small", "wide", "two")
 NS_STEPS = 5
 LR = 1e-2
 MB = 1e6
@@ -71,7 +73,7 @@ class Settings(TurnOptions):
 
 def shapes_of(case: str, settings: Settings) -> list[Shape]:
     small = [(settings.side, settings.side)] * settings.count
-    return small if case == "small" else [*small, (settings.rows, settings.cols)]
+    return [*small, *[(settings.rows, settings.cols)] * CASES.index(case)]
 
 
 def noise(seed: int, shape: Shape) -> Tensor:
@@ -85,7 +87,8 @@ class Program:
         self.way = way
         self.params = [nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])) for shape in shapes]
         config = dmuon.create_dtensor_config(costs=costs)
-        named = [(str(i), param) for i, param in enumerate(self.params[:-1])] + [("last", self.params[-1])]
+        kinds = ["small" if shape == shapes[0] else "large" for shape in shapes]
+        named = [(f"{kind}.{i}", param) for i, (kind, param) in enumerate(zip(kinds, self.params, strict=True))]
         self.muon = dmuon.Muon(named, lr=LR, weight_decay=0.0, distributed_config=config, strategy=WAYS[way])
         for i, param in enumerate(self.params):
             param.grad = distribute_tensor(noise(i, tuple(param.shape)), mesh, [Shard(0)])
@@ -106,9 +109,10 @@ def seed_estimate(program: Program, world: int) -> tuple[float, float]:
     for param, one in zip(program.params, program.muon.exchanged(), strict=True):
         numel, square, cost = param.numel(), min(param.shape) ** 2, param.numel() * min(param.shape)
         together = NS_STEPS * (2 * numel + square)
-        elements += {"owner": 2 * numel, "sharded": together}.get(one.strategy, numel)
+        way, _, size = one.strategy.partition(":")
+        elements += {"owner": 2 * numel, "sharded": together}.get(way, numel)
         products += cost
-        here += cost if "repli" in one.strategy else cost / world
+        here += cost if "repli" in way else cost / int(size or world)
     return 4 * elements / MB, here / products
 
 

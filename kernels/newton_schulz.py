@@ -27,6 +27,7 @@ from .variant import (
     Method,
     Variant,
     choose_variant,
+    is_thin,
     relative_cost,
     squares_cost,
     variant_fault,
@@ -313,11 +314,17 @@ def _standard_steps(
     _, add, gram, symmetric = arithmetic.matrices if x.ndim == 2 else arithmetic.batches
     wide = total is not None or x.shape[-2] <= x.shape[-1]
     x_t, spare_t = x.mT, spare.mT
-    r, z = free.pop() if free else None, free.pop() if free else None
+    r, z, y = free.pop() if free else None, free.pop() if free else None, None
+    thin = total is not None and is_thin(x.shape[-2], x.shape[-1], arithmetic.storage)
     for a, b, c in steps:
         r = gram(x, x_t, out=r) if wide else gram(x_t, x, out=r)
         if total is not None:
             _add_up(r, arithmetic, total)
+        if thin:  # aX + R (bX + cRX), of this slice alone, where every rank would compute all of R²
+            y = add(x, r, x, beta=b, alpha=c, out=y)
+            add(x, r, y, beta=a, out=spare)
+            x, x_t, spare, spare_t = spare, spare_t, x, x_t
+            continue
         z = symmetric(r, r, r, alpha=c, beta=b, out=z)
         if wide:
             add(x, z, x, beta=a, out=spare)

@@ -134,16 +134,28 @@ def sliced_variant(
         steps = len(coefficients)
         every = tuple(range(1, steps))
         of_sum = min(shape) ** 2 * (_SUM if storage in HALF and device.type != "cpu" else 0)
-        costs = [slice_cost(shape, slices, steps, r) + (len(r) + 1) * of_sum for r in (every, restarts)]
-        restarts = every if storage == torch.bfloat16 or costs[0] < costs[1] else restarts
+        often = relative_cost(shape, steps, None, dtype=storage, slices=slices) + steps * of_sum
+        seldom = relative_cost(shape, steps, restarts, slices=slices) + (len(restarts) + 1) * of_sum
+        restarts = every if storage == torch.bfloat16 or often < seldom else restarts
     chosen = choose_variant(shape, k, coefficients, storage, device, method="gram", restarts=restarts)
     return replace(chosen, piece=k)
 
 
-def slice_cost(shape: tuple[int, int], slices: int, steps: int, restarts: Sequence[int]) -> float:
-    """Multiply-adds for one of so many slices of a matrix, with whole products; see ``total`` of :func:`run`."""
-    small, length, blocks = min(shape), max(shape) / slices, len(restarts) + 1
-    return small**2 * (2 * blocks * length + (4 * steps - 3 * blocks) * small)  # as relative_cost counts
+def cost_of_slice(
+    shape: tuple[int, int], slices: int, coefficients: Polynomial, storage: torch.dtype, device: torch.device
+) -> float:
+    """Operations for one of so many slices of a matrix; 1 is what the whole takes on one rank."""
+    sliced = sliced_variant(shape, 1, slices, coefficients, storage, device)
+    whole = choose_variant(shape, 1, coefficients, storage, device)
+    if isinstance(coefficients, Squares):
+        return squares_cost(shape, coefficients, sliced.backend, slices) / squares_cost(
+            shape, coefficients, whole.backend
+        )
+    steps, costs = len(coefficients), []
+    for variant, count in ((sliced, slices), (whole, 1)):
+        restarts = variant.restarts if variant.method == "gram" and len(variant.restarts) + 1 < steps else None
+        costs.append(relative_cost(shape, steps, restarts, variant.backend, storage, slices=count))
+    return costs[0] / costs[1]
 
 
 def rule_on(
@@ -292,16 +304,19 @@ def relative_cost(
     backend: Backend = "torch",
     dtype: torch.dtype = torch.float32,
     call: float = 0.0,
+    slices: int = 1,
 ) -> float:
     """Multiply-adds for one matrix, a product with symmetric result counted as what it takes with ``backend``.
 
-    ``call`` is added for each operation of a matrix, of the standard form; the Gram form's cost more.
+    ``call`` is added for each operation of a matrix, of the standard form; the Gram form's cost more. Of one of several
+    ``slices``, what is there for that; see ``total`` of :func:`run`.
     """
-    small, large = min(shape), max(shape)
+    small, large = min(shape), max(shape) / slices
     half = _SYMMETRIC_COST[backend]
     wide, square = small * small * large, small**3
     if restarts is None:
-        return steps * (half * (wide + square) + wide + 3 * call)
+        update = 2 * wide if slices > 1 and is_thin(small, large, dtype) else half * square + wide
+        return steps * (half * wide + update + 3 * call)
     blocks = len(restarts) + 1
     # Per block: XXᵀ and QX. Per step: R²; except a block's first: QZ; except a block's last: RZ and ZV.
     inner = steps - blocks
@@ -311,10 +326,15 @@ def relative_cost(
     return blocks * (half * wide + wide) + (half * (steps + 3 * inner - whole) + whole) * square + calls
 
 
-def squares_cost(shape: tuple[int, int], squares: Squares, backend: Backend = "torch") -> float:
+def is_thin(small: int, length: float, storage: torch.dtype) -> bool:
+    """Whether ``R (R X)`` of a slice takes less than ``R² X``. Not in half, where ``R X`` would be rounded."""
+    return storage not in HALF and 2 * length <= small
+
+
+def squares_cost(shape: tuple[int, int], squares: Squares, backend: Backend = "torch", slices: int = 1) -> float:
     """As :func:`relative_cost`: per block ``XXᵀ`` and ``QX``, and its squares."""
     half = _SYMMETRIC_COST[backend]
-    small, large = min(shape), max(shape)
+    small, large = min(shape), max(shape) / slices
     count = sum(map(len, squares.blocks))
     return len(squares.blocks) * (half + 1) * small * small * large + count * half * small**3
 

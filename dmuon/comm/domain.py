@@ -21,7 +21,7 @@ from dmuon.comm.process_groups import connect, make_group, named, this_rank
 from dmuon.layout.buffer import choose_transport, lay_spans
 from dmuon.layout.matrices import Parcel, Route, Spread
 from dmuon.layout.shards import Piece, split_dim
-from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
+from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in, positions
 from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import backend_of, default_group_is_bound
 
@@ -37,6 +37,7 @@ class Domain:
         lane: of the monitor; None where that is of more ranks than these.
         lines: by where matrices lie of which there are copies, the ranks that have the same parts as this one; None
             where it has none.
+        teams: by their size, the ranks that orthogonalize matrices together with this one.
         vote_stream: for votes, which nothing on the device has to come before.
     """
 
@@ -47,6 +48,7 @@ class Domain:
     monitor: Monitor
     lane: str | None = "exchange"
     lines: dict[Spread, Line | None] = field(default_factory=dict)
+    teams: dict[int, Line] = field(default_factory=dict)
     vote_stream: Stream = field(init=False)
 
     def __post_init__(self) -> None:
@@ -332,6 +334,19 @@ def connect_copies(domain: Domain, spreads: Iterable[Spread]) -> None:
     for lines, alike in sorted(by_lines.items()):
         line = known[lines] if lines in known else _connected(domain, lines)
         domain.lines |= dict.fromkeys(alike, line)
+
+
+def connect_teams(domain: Domain, sizes: Iterable[int]) -> None:
+    """Connect neighbours, so many in each team. Collective over the domain, all ranks of which name the same sizes.
+
+    Sizes for which it was called before are connected. All teams of a size are, also of those that have nothing to do:
+    so a rank has one group for each size, and makes it when the others of the team do.
+    """
+    everyone = positions(domain.world)
+    for size in sorted({*sizes} - domain.teams.keys()):
+        line = _connected(domain, [everyone[first : first + size] for first in range(0, domain.world, size)])
+        assert line is not None, "each rank is in one team of a size"
+        domain.teams[size] = line
 
 
 def _connected(domain: Domain, lines: Sequence[tuple[Position, ...]]) -> Line | None:

@@ -34,6 +34,7 @@ from dmuon.layout.topology import GlobalRank, Topology, topology_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import Route
+from dmuon.platform.host import all_living
 from dmuon.platform.torch_private import default_group_is_bound
 from dmuon.solver import Matrix
 
@@ -322,12 +323,11 @@ def _check_optimizers(owned: dict[int, str]) -> None:
     """Raise for an optimizer that was built earlier: it would update tensors that the model no longer uses."""
 
     gc.collect()  # it may be one that nobody can reach any more
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), torch.optim.Optimizer):
-            for group in getattr(candidate, "param_groups", ()):
-                for param in group["params"]:
-                    if id(param) in owned:
-                        raise ValueError(
-                            f"optimizer {type(candidate).__name__} already holds parameter {owned[id(param)]!r}; build "
-                            "the optimizer after dedicate_params"
-                        )
+    for candidate in all_living(torch.optim.Optimizer):
+        for group in getattr(candidate, "param_groups", ()):
+            for param in group["params"]:
+                if id(param) in owned:
+                    raise ValueError(
+                        f"optimizer {type(candidate).__name__} already holds parameter {owned[id(param)]!r}; build "
+                        "the optimizer after dedicate_params"
+                    )

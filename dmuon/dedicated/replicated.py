@@ -6,7 +6,6 @@ of experts are such: these have other owners, and other weights, than what all r
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,8 +26,15 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.model.blocks import canonical_fqn
+from dmuon.platform.host import all_living
 from dmuon.platform.streams import Origin
-from dmuon.platform.torch_private import local_tensor, managed_by_ddp, managed_by_fsdp, reduced_by_ddp
+from dmuon.platform.torch_private import (
+    divide_factor,
+    local_tensor,
+    managed_by_ddp,
+    managed_by_fsdp,
+    reduced_by_ddp,
+)
 
 _BUCKET_BYTES = 25 * 2**20
 ATTRIBUTE = "_dmuon_dedication"  # of a module that ``dedicate_params`` was called with
@@ -238,7 +244,7 @@ class GradAverager:
         """Remember what of ``new`` FSDP2 or DDP averages, or autograd: a DTensor over several of our ranks.
 
         Raises:
-            RuntimeError: DistributedDataParallel manages an owned parameter.
+            RuntimeError: DistributedDataParallel manages an owned parameter, or FSDP2 does not average.
         """
         for tensor in managed_by_ddp().values():
             if isinstance(tensor, OwnedTensor):
@@ -246,10 +252,17 @@ class GradAverager:
                     f"parameter {tensor.fqn!r} is owned by dmuon and managed by DistributedDataParallel too; call the "
                     "dedicated model without it: dmuon averages all gradients over the mesh"
                 )
+        for module in self._managed.modules():
+            factor = divide_factor(module) if isinstance(module, FSDPModule) else None
+            if factor not in (None, self._comm.world):
+                raise RuntimeError(
+                    f"set_gradient_divide_factor({factor}) of FSDP2 in a model that was dedicated over "
+                    f"{self._comm.world} ranks, of which dmuon averages the gradients that FSDP2 does not shard: leave "
+                    "it out, and scale the loss of each rank so that the average over ranks is meant"
+                )
         theirs = {id(p) for module in self._managed.modules() for p in reduced_by_ddp(module)}
         # Of modules around this model too: their hooks may have put whole weights into it by now.
-        sharded = (module for module in gc.get_objects() if issubclass(type(module), FSDPModule))
-        theirs.update(id(p) for module in sharded for p in managed_by_fsdp(module))
+        theirs.update(id(p) for module in all_living(FSDPModule) for p in managed_by_fsdp(module))
         for param in new:
             ranks = ranks_of_mesh(param.device_mesh) if isinstance(param, DTensor) else ()
             if id(param) in theirs or len(set(ranks).intersection(self._comm.ranks)) > 1:

@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import Vote, VoteResult, agree, require_same_in_turn
-from dmuon.comm.domain import Domain, connect_copies, make_domain
+from dmuon.comm.domain import Domain, connect_copies, connect_teams, make_domain
 from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
@@ -23,7 +22,7 @@ from dmuon.exchanged.copies_vote import Copies, CopiesVote
 from dmuon.exchanged.generators import ByLayout, default_config, recipe_of
 from dmuon.exchanged.layouts import Layouts, lay_out, owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
-from dmuon.layout.matrices import Region, Spread, Strategy, numbered, spread_over_all, stack_shape
+from dmuon.layout.matrices import Parcel, Region, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_replicated, ranks_of_mesh
 from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of, spec_of
@@ -55,7 +54,7 @@ def exchange_for(
     device: torch.device,
     last: Exchange | None,
     ns: NsOptions,
-    strategies: Mapping[int, Strategy | Literal["auto"]],
+    strategies: Mapping[int, str],
     start_ns: int,
 ) -> Exchange | None:
     """How an optimizer exchanges ``params``; None if every parameter is local to one rank. Collective.
@@ -189,7 +188,7 @@ class Exchanged:
     ranks: str
     owner: GlobalRank | None
     count: int = 1
-    strategy: Strategy = "owner"
+    strategy: str = "owner"
 
 
 class _Ballot:
@@ -396,13 +395,13 @@ class LayoutExchange(Exchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._tasks = tasks(self.layouts, self.owners, self._rank)
-        spreads: dict[Ranks, dict[Spread, dict[int, Tensor]]] = {ranks: {} for ranks in self.layouts.domains}
+        parcels: dict[Ranks, list[Parcel]] = {ranks: [] for ranks in self.layouts.domains}
         for task in self._tasks:
             if task.shared is not None:
-                of_spread = spreads[task.shared.domain.ranks].setdefault(task.shared.parcel.spread, {})
-                of_spread[id(task.param)] = task.param
+                parcels[task.shared.domain.ranks].append(task.shared.parcel)
         for ranks, domain in self.layouts.domains.items():  # in one order on all of them
-            connect_copies(domain, spreads[ranks])
+            connect_copies(domain, dict.fromkeys(parcel.spread for parcel in parcels[ranks]))
+            connect_teams(domain, {len(parcel.team) for parcel in parcels[ranks] if parcel.team})
 
     def alone(self) -> list[Tensor]:
         return [param for param, placed in zip(self.params, self.layouts.placed, strict=True) if placed is None]
@@ -441,10 +440,9 @@ class LayoutExchange(Exchange):
             if not is_one_matrix(task.param):
                 first, last = task.numbers[0], task.numbers[-1]
                 name += f"[{first}]" if first == last else f"[{first}…{last}]"
-            strategy = shared.parcel.strategy
             owner = ranks[shared.parcel.owner] if shared.parcel.has_owner else None
             row = _row(task.param, name, task.shape, "plain tensors", ranks, owner)
-            rows.append(replace(row, count=task.count, strategy=strategy))
+            rows.append(replace(row, count=task.count, strategy=shared.parcel.way))
         return rows
 
     def shared(self) -> list[Sharing]:
@@ -477,8 +475,15 @@ class LayoutExchange(Exchange):
                 )
         for name, choice in self.layouts.choices.items():
             here, by_owners = choice.step_ns
+            way: str = choice.strategy
+            on = "each rank"
+            if choice.team:
+                placed = self.layouts.placed[self.layouts.labels.index(name)]
+                assert placed is not None, "several ranks hold it"
+                way = f"{choice.strategy}:{len(choice.team)}"
+                on = f"ranks {listed([placed.ranks[member] for member in choice.team], ' ')} each"
             lines.append(
-                f"strategy of {name}: {choice.strategy}, predicted {choice.predicted_ns / 1e6:.3f} ms on each rank; "
+                f"strategy of {name}: {way}, predicted {choice.predicted_ns / 1e6:.3f} ms on {on}; "
                 f"with it all matrices {here / 1e6:.3f} ms, by owners alone {by_owners / 1e6:.3f} ms"
             )
         return lines

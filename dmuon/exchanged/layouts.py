@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from socket import gethostname
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,16 @@ from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import this_rank
 from dmuon.exchanged.config import LayoutOptions, LayoutRecipe
-from dmuon.layout.matrices import Parcel, Region, Share, Strategy, numbered, spread_over_all, stack_shape
+from dmuon.layout.matrices import (
+    Parcel,
+    Region,
+    Share,
+    Strategy,
+    numbered,
+    spread_over_all,
+    stack_shape,
+    team_size,
+)
 from dmuon.layout.parameters import (
     Cuts,
     ParameterLayout,
@@ -69,9 +78,10 @@ class Layouts:
         whole: all ranks of the recipe's grid, some of which may share nothing; None without a grid of several ranks.
         among_holders: ranks that hold the same matrices of a stack exchange these among themselves.
         plans: who is to own what, by the ranks that share it; empty before they have planned.
-        strategies: how the matrices of each parameter are orthogonalized that several ranks hold; none is ``"auto"``
-            once they have planned.
-        choices: by its name in plans, what was chosen for a matrix of strategy ``"auto"``, if that is not its owner.
+        strategies: how the matrices of each parameter are orthogonalized that several ranks hold; none is ``"auto"``,
+            and none says how large a team is, once they have planned.
+        choices: by its name in plans, what was chosen for a matrix of strategy ``"auto"``, if that is not its owner, or
+            for one that was to have a team.
         rankings: by the ranks that share them, what was compared for matrices of strategy ``"auto"``.
     """
 
@@ -84,7 +94,7 @@ class Layouts:
     whole: Domain | None
     among_holders: bool = False
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
-    strategies: tuple[Strategy | Literal["auto"], ...] = ()
+    strategies: tuple[str, ...] = ()
     choices: Mapping[str, Choice] = field(default_factory=dict)
     rankings: Mapping[Ranks, Ranking] = field(default_factory=dict)
 
@@ -122,7 +132,7 @@ def lay_out(
     device: torch.device | None = None,
     last: Layouts | None = None,
     among_holders: bool = False,
-    strategies: Mapping[int, Strategy | Literal["auto"]] = MappingProxyType({}),
+    strategies: Mapping[int, str] = MappingProxyType({}),
 ) -> Layouts:
     """Find where ``params`` lie, connect the ranks that share them, and agree with them on all of it.
 
@@ -311,9 +321,9 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
         with first:  # the ranks of the next domains wait for this one
             per_byte = _NOMINAL_NS_PER_BYTE if options.costs == "flops" else link_ns_per_byte(domain)
             plans[ranks] = _planned(domain, matrices, pools, options, per_byte, ns, start_ns)
-            if pools is None and "auto" in layouts.strategies:
+            if any(way == "auto" or team_size(way) for way in layouts.strategies):
                 chosen, rest, rankings[ranks] = _chosen(
-                    layouts, domain, matrices, plans.pop(ranks), per_byte, ns, start_ns
+                    layouts, domain, matrices, pools, plans.pop(ranks), per_byte, ns, start_ns
                 )
                 choices |= chosen
                 plans |= {} if rest is None else {ranks: rest}
@@ -325,7 +335,7 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
     first.throw()
     by_label = {_label_in_plan(name, layouts.labels): choice.strategy for name, choice in choices.items()}
     pairs = zip(layouts.labels, layouts.strategies, strict=True)
-    strategies = [by_label.get(label, "owner") if strategy == "auto" else strategy for label, strategy in pairs]
+    strategies = [by_label.get(label, "owner") if way == "auto" or team_size(way) else way for label, way in pairs]
     return replace(layouts, plans=plans, strategies=tuple(strategies), choices=choices, rankings=rankings)
 
 
@@ -333,38 +343,55 @@ def _predicted_ns(
     matrices: Sequence[Matrix], choices: Mapping[str, Choice], plan: OwnerPlan | None, position: Position
 ) -> int:
     """What one rank takes for its share of ``matrices``, of which ``plan`` has those that are left to owners."""
-    chosen = [choices[matrix.name].predicted_ns for matrix in matrices if matrix.name in choices]
+    chosen = [choices[matrix.name] for matrix in matrices if matrix.name in choices]
     owned = 0 if plan is None or len(chosen) == len(matrices) else plan.solution.loads_ns[position]
-    return owned + round(sum(chosen))
+    return owned + round(sum(one.predicted_ns for one in chosen if not one.team or position in one.team))
 
 
 def _chosen(
     layouts: Layouts,
     domain: Domain,
     matrices: Sequence[Matrix],
+    pools: Sequence[frozenset[str]] | None,
     plan: OwnerPlan,
     per_byte: float,
     ns: NsOptions | None,
     start_ns: int,
 ) -> tuple[dict[str, Choice], OwnerPlan | None, Ranking]:
-    """What is better not left to owners, of parameters of strategy ``"auto"``; the plan of the rest; the comparison."""
+    """What is not left to owners, of parameters of ``"auto"`` or with teams; the plan of the rest; the comparison.
+
+    Raises:
+        ValueError: teams in a domain of which only some ranks hold what others share.
+    """
     options = layouts.recipe.options
-    pairs = zip(layouts.labels, layouts.strategies, strict=True)
-    auto = {label for label, strategy in pairs if strategy == "auto"}
-    of_auto = [matrix for matrix in matrices if _label_in_plan(matrix.name, auto) in auto]
+    ways = dict(zip(layouts.labels, layouts.strategies, strict=True))
+    auto = {label for label, way in ways.items() if way == "auto"}
+    of_auto = [matrix for matrix in matrices if _label_in_plan(matrix.name, auto) in auto and pools is None]
+    given = {m.name: min(size, domain.world) for m in matrices if (size := team_size(ways.get(m.name, "")))}
+    if given and pools is not None:
+        name = next(iter(given))
+        raise ValueError(
+            f"strategy={ways[name]!r} for {name!r}, and of ranks {listed(domain.ranks)}, which hold it, only some hold "
+            "matrices of a stack together: use 'sharded', by all of them, or 'owner'"
+        )
     small = {m.name for m in of_auto if m.rows * m.cols <= options.small_param_numel_threshold}
     link = Link(per_byte, _NOMINAL_LATENCY_NS)
-    if options.costs != "flops":
+    if options.costs != "flops" and (of_auto or given):
         said = agree(domain.group, None, (Link(per_byte, link_latency_ns(domain)), HostShare.here()))
         link, measured = said[0][0], not isinstance(options.costs, CostTable)
         if measured and domain.device.type == "cpu" and is_oversubscribed([share for _, share in said]):
-            return {}, plan, ()
+            of_auto = []
+    if not of_auto and not given:
+        return {}, plan, ()
     whole = {matrix.name for matrix in of_auto if matrix.name in auto}
 
-    def replan(some: Sequence[Matrix]) -> OwnerPlan:
-        return _planned(domain, some, None, options, per_byte, ns, start_ns)
+    def replan(some: Sequence[Matrix], before: Sequence[int]) -> OwnerPlan:
+        return _planned(domain, some, None, options, per_byte, ns, start_ns + before[domain.position])
 
-    return choose(matrices, whole, small, plan, replan, link, domain.device, ns or NsOptions())
+    chosen, rest, ranking = choose(
+        matrices, whole, small if of_auto else (), given, plan, replan, link, domain.device, ns or NsOptions()
+    )
+    return chosen, rest, ranking if of_auto else ()
 
 
 def _label_in_plan(name: str, labels: Collection[str]) -> str:
@@ -378,7 +405,9 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
     pools: list[set[str]] = [{""} for _ in ranks]
     columns = zip(layouts.params, layouts.labels, layouts.placed, layouts.strategies, strict=True)
     for param, label, placed, strategy in columns:
-        if placed is None or placed.ranks != ranks or strategy not in ("owner", "auto", "fused"):
+        if placed is None or placed.ranks != ranks:
+            continue
+        if strategy not in ("owner", "auto", "fused") and not team_size(strategy):
             continue
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
             if len(share.holders) == 1:
@@ -513,6 +542,8 @@ def _tasks_of(
         nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
         size = max(1, min(planned or unmeasured_batch((m, n)), layouts.recipe.options.chunk_bytes // nbytes))
         strategy = cast(Strategy, layouts.strategies[index]) if len(share.holders) > 1 else "owner"
+        choice = layouts.choices.get(layouts.labels[index])
+        team = () if choice is None or len(share.holders) == 1 else choice.team
         for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
             span = (offset + start, offset + stop) if local else (0, 0)
             if flat:
@@ -527,7 +558,11 @@ def _tasks_of(
                 region if flat or not is_one else None,
                 spec.transposed,
                 tuple(numbers[start:stop]),
-                Shared(domain, Parcel(stop - start, share.spread, owner, strategy), (placed.layout, spec)),
+                Shared(
+                    domain,
+                    Parcel(stop - start, share.spread, team[0] if team else owner, strategy, team),
+                    (placed.layout, spec),
+                ),
             )
             result.append(task)
     return result

@@ -121,9 +121,14 @@ class Spread:
             groups = [(line, self.pieces[line[0]].runs[dim][0]) for line in self.lines]
         found = dict.fromkeys(self.holders, self.part_of_long_side(0, 0))
         for members, (start, stop) in groups:
-            bounds = [start + (stop - start) * i // len(members) for i in range(len(members) + 1)]
-            found |= {m: self.part_of_long_side(*pair) for m, pair in zip(members, pairwise(bounds), strict=True)}
+            found |= self.cut_among(members, start, stop)
         return found
+
+    def cut_among(self, members: Sequence[Position], start: int = 0, stop: int | None = None) -> dict[Position, Piece]:
+        """Equal slices of a range of the long side, but for a remainder; by default of all of it."""
+        length = (max(self.layout.shape) if stop is None else stop) - start
+        bounds = [start + length * i // len(members) for i in range(len(members) + 1)]
+        return {m: self.part_of_long_side(*pair) for m, pair in zip(members, pairwise(bounds), strict=True)}
 
     def part_of_long_side(self, start: int, stop: int) -> Piece:
         """All of the short side, also where there is nothing of the long one: such slices add zeros to a sum."""
@@ -185,21 +190,38 @@ def spread_over_all(layout: ShardLayout) -> Spread:
 Strategy = Literal["owner", "replicated", "sharded", "full_replication", "fused"]
 
 
+def team_size(way: str) -> int:
+    """Of ``"sharded:4"``, 4: so many ranks orthogonalize a matrix together, or all if they are fewer. Else 0."""
+    name, _, number = way.partition(":")
+    return int(number) if name == "sharded" and number.isdecimal() else 0
+
+
 @dataclass(frozen=True)
 class Parcel:
     """``count`` matrices that lie alike and are orthogonalized in one way.
 
     Attributes:
         spread: where each of them lies.
-        owner: position in the domain of the rank that orthogonalizes them; where several do, of the first holder.
+        owner: position in the domain of the rank that orthogonalizes them; where several do, of the first of them.
         strategy: ``"owner"``: that rank alone; ``"replicated"`` and ``"full_replication"``: each rank that has a part;
             ``"sharded"``: all of them together, each a slice; ``"fused"``: that one rank, later.
+        team: positions of the ranks that have slices, where these are not all of the domain.
     """
 
     count: int
     spread: Spread
     owner: Position
     strategy: Strategy = "owner"
+    team: tuple[Position, ...] = ()
+
+    @property
+    def way(self) -> str:
+        """The strategy as a user says it."""
+        return f"{self.strategy}:{len(self.team)}" if self.team else self.strategy
+
+    def is_for(self, position: Position) -> bool:
+        """Whether the rank at ``position`` orthogonalizes them, perhaps as others do."""
+        return position == self.owner if self.has_owner else not self.team or position in self.team
 
     @property
     def has_owner(self) -> bool:
@@ -245,6 +267,10 @@ class Parcel:
         if self.has_owner:
             return self.to_owner, self.from_owner
         spread = self.spread
+        if self.team:  # from the owner's copy alone, so that either route is the same on all ranks
+            wanted = spread.cut_among(self.team)
+            slices = {member: piece for member, piece in wanted.items() if piece.numel}
+            return self._route(spread.copy_with(self.owner), wanted), self._route(slices, spread.parts)
         at = position if position in spread.pieces else self.owner
         copy = spread.copy_with(at)
         if self.strategy != "sharded":

@@ -14,7 +14,7 @@ from dmuon.layout.matrices import Parcel
 from dmuon.layout.topology import Position
 
 Purpose = Literal["fill", "publish", "reduce", "gather", "scatter", "copy", "sum"]
-Group = Literal["shard group", "replicate group", "domain"]
+Group = Literal["shard group", "replicate group", "domain", "team"]
 
 
 class Message(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,6 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from dmuon.model.fused_layouts import RULES, Rule, Unknown
 from dmuon.model.matrix_spec import MatrixSpec
+from dmuon.platform.host import all_living
 
 Holder = tuple[nn.Module, str]  # a module, and the name under which it holds another one or a parameter
 
@@ -76,7 +76,7 @@ def sites_of(parameters: Iterable[Tensor]) -> tuple[ModuleTree, dict[int, tuple[
         that no module holds.
     """
     wanted = {id(parameter) for parameter in parameters}
-    modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
+    modules = all_living(nn.Module)
     sites: dict[int, list[Holder]] = {}
     for module in modules:
         for name, parameter in module.__dict__.get("_parameters", {}).items():

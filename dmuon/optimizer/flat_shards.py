@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dmuon.comm.process_groups import grid_of_groups, ranks_of
 from dmuon.model.matrix_spec import FlatShard, fault_of, flat_of, is_remembered, remember_flat, remember_spec, spec_of
+from dmuon.platform.host import all_living
 from dmuon.platform.torch_private import FlatUnit, flat_unit, flattened_by_fsdp1
 
 _REMEDY = "wrap the model with use_orig_params=True, or use torch's fully_shard (FSDP2)"
@@ -28,9 +28,8 @@ def _units(params: Iterable[Tensor]) -> list[FlatUnit]:
     order = {id(param): number for number, param in enumerate(filter(flattened_by_fsdp1, params))}
     if not order:
         return []
-    modules = [module for module in gc.get_objects() if issubclass(type(module), FullyShardedDataParallel)]
     found: dict[int, FlatUnit] = {}
-    for unit in filter(None, map(flat_unit, modules)):
+    for unit in filter(None, map(flat_unit, all_living(FullyShardedDataParallel))):
         numbers = [order[id(param)] for param, *_ in unit.members if id(param) in order]
         if numbers:
             found[min(numbers)] = unit

@@ -29,7 +29,7 @@ from dmuon.model.makeup import (
 from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, shape_of, spec_of
 from dmuon.model.routing import UNINITIALIZED, Exclude, Route, Select, notice, route_parameters
 from dmuon.optimizer.flat_shards import in_original_shapes, note_flat_shards
-from dmuon.optimizer.options import check_names, check_options
+from dmuon.optimizer.options import check_half, check_names, check_options
 from dmuon.optimizer.wrapping import replicated_by_ddp
 from dmuon.planning.device_key import NS_DEFAULTS
 from dmuon.platform.log import logger
@@ -424,6 +424,7 @@ def check_group(group: Mapping[str, Any], *, shards: bool, flat: bool) -> None:
     check_options(group)
     for param in group["params"]:
         _check_param(param, group["use_muon"], shards, flat)
+    check_half(group)
 
 
 def _check_param(param: Tensor, use_muon: bool, shards: bool, flat: bool) -> None:

@@ -38,7 +38,6 @@ from dmuon.optimizer.options import (
     STATE_OPTIONS,
     USUAL,
     Description,
-    Given,
     check_edited,
     check_functions,
     check_halves,
@@ -66,7 +65,7 @@ from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import Deferred, FusedRound
-from dmuon.step.half_weights import new_masters
+from dmuon.step.half_weights import ROUNDING_STEP, Places, is_rounded, new_masters
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
@@ -120,6 +119,8 @@ class Muon(torch.optim.Optimizer):
         second_moment_beta: of that average.
         master_weights: keep an fp32 master of each weight in bf16 or fp16, AdamW's too: it is updated, and rounded to
             the weight. It is state, ``master_weight``; AdamW's moments are fp32 then. What dmuon owns has one anyway.
+        bf16_stochastic_round: in place of masters, round updated weights in bf16, AdamW's too, up or down at random, so
+            that the mean is right. All copies of a weight get the same, and so does a run that is resumed.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
             ``torch.optim.Muon``), ``"spectral"``, a number ``r``, which stands for ``r · √max(m, n)`` and so for the
             root mean square of an update, or ``f((m, n)) -> float``.
@@ -142,10 +143,11 @@ class Muon(torch.optim.Optimizer):
         qk_clip: scales queries and keys of heads with too large logits after each step.
         strategy: who orthogonalizes a matrix that several ranks hold and dmuon does not own: ``"owner"``: one rank, as
             planned; ``"replicated"``: each of them; ``"full_replication"``: that, with momentum of the whole on each;
-            ``"sharded"``: all of them together; ``"fused"``: one rank, before FSDP2 next unshards it; ``"auto"``: what
-            is predicted to take less time by a fifth. Or a mapping of patterns of names of parameters to these, such as
-            ``{"*.embed.*": "sharded"}``, of which the first that fits counts; the rest have owners. ``docs/ways.md``
-            says what each costs. State dicts fit whatever the strategy.
+            ``"sharded"``: all of them together, or so many as ``"sharded:4"`` says while others have other matrices;
+            ``"fused"``: one rank, before FSDP2 next unshards it; ``"auto"``: what is predicted to take less time by a
+            fifth. Or a mapping of patterns of names of parameters to these, such as ``{"*.embed.*": "sharded"}``, of
+            which the first that fits counts; the rest have owners. ``docs/ways.md`` says what each costs. State dicts
+            fit whatever the strategy.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -172,6 +174,7 @@ class Muon(torch.optim.Optimizer):
         second_moment: str | None = None,
         second_moment_beta: float = 0.95,
         master_weights: bool = False,
+        bf16_stochastic_round: bool = False,
         adjust_lr_fn: str | float | Callable[[Any], float] | None = "match_rms_adamw",
         lr_multipliers: Mapping[str, float] | None = None,
         adamw_lr: float | Tensor | None = None,
@@ -212,6 +215,7 @@ class Muon(torch.optim.Optimizer):
             "second_moment": second_moment,
             "second_moment_beta": second_moment_beta,
             "master_weights": master_weights,
+            "bf16_stochastic_round": bf16_stochastic_round,
             "adjust_lr_fn": adjust_lr_fn,
         }
         adamw: dict[str, Any] = {
@@ -220,6 +224,7 @@ class Muon(torch.optim.Optimizer):
             "betas": adamw_betas,
             "eps": adamw_eps,
             "master_weights": master_weights,
+            "bf16_stochastic_round": bf16_stochastic_round,
         }
         copies = replicated_by_ddp(params)
         check_strategy(strategy)
@@ -245,7 +250,7 @@ class Muon(torch.optim.Optimizer):
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._batched: list[Tensor] = []  # parameters of which this rank orthogonalizes something
-        self._strategies: dict[int, Given] = {}  # by id, of those that have not just owners
+        self._strategies: dict[int, str] = {}  # by id, of those that have not just owners
         self._left: Set[int] = set()  # ids of what dedicate_params has left to all ranks together
         self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)
@@ -256,6 +261,7 @@ class Muon(torch.optim.Optimizer):
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
         self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
+        self._places = Places({})
         self._second_moments: dict[int, Scaling] = {}  # by number of the group
         self._scalings: dict[int, list[Scaling]] = {}  # with those that have no state
         self._decay_modes: list[object] = []  # of each group
@@ -346,6 +352,8 @@ class Muon(torch.optim.Optimizer):
                 check_group(group, shards=config is not None, flat=own)
                 for name in [name for name in RARE if name in group and group[name] == USUAL[name]]:
                     del group[name]
+                if group.get("bf16_stochastic_round"):
+                    group.setdefault(ROUNDING_STEP, 0)  # before a step, for who loads into what state dicts have
                 super().add_param_group(as_group(group))
             if self._built:
                 self._lay_out()
@@ -399,9 +407,13 @@ class Muon(torch.optim.Optimizer):
             self._qk_clip.lay_out(rounds, residencies, self.param_groups)
         batches = [batch for round_ in rounds for batch in round_.batches]
         momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
-        masters = new_masters(self.param_groups)
+        masters, self._places = new_masters(self.param_groups), Places(self._names)
+        for group in (group for group in self.param_groups if group.get("bf16_stochastic_round")):
+            for param in group["params"]:
+                if is_rounded(group, param):
+                    self._places.of(param)  # here what cannot be placed is refused
         for batch in (batch for round_ in rounds for some in (round_.batches, round_.folded) for batch in some):
-            batch.masters = masters
+            batch.masters, batch.places = masters, self._places
         check_scalings(self.param_groups, rounds, self._names, self._clipped)
         self._second_moments = moments_of(self.param_groups, rounds)
         self._scalings = scalings_of(self.param_groups, self._second_moments)
@@ -526,6 +538,7 @@ class Muon(torch.optim.Optimizer):
             self._lay_out()
         if not self._is_as_laid_out():
             self._names = names_in(self.param_groups, self._origin.names)
+            self._places = Places(self._names)
             self._averagers.forget()
             for group in self.param_groups:
                 keep_state_of_route(group, self.state)
@@ -560,7 +573,7 @@ class Muon(torch.optim.Optimizer):
         adamw_updates = []
         for group in self.param_groups:
             if not group["use_muon"]:
-                adamw_updates.append(AdamWUpdate.of(group, self.state, self._names))
+                adamw_updates.append(AdamWUpdate.of(group, self.state, self._names, self._places))
         return adamw_updates
 
     def _present(self, fault: Exception | None) -> set[int]:
@@ -606,6 +619,8 @@ class Muon(torch.optim.Optimizer):
         options: list[dict[str, Any]] = []
         outdated: list[Tensor] = []
         for group in self.param_groups:
+            if group.get("bf16_stochastic_round"):
+                group[ROUNDING_STEP] = group.get(ROUNDING_STEP, 0) + 1
             if group["use_muon"]:
                 # Once for each group: reading a tensor's number waits for the accelerator.
                 group = {**USUAL, **group}

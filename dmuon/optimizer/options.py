@@ -8,37 +8,38 @@ import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import HALF, check_storage, coefficient_sequence, storage_dtype, update_scale
-from dmuon.layout.matrices import Strategy
-from dmuon.model.matrix_spec import flat_of
+from dmuon.layout.matrices import Strategy, team_size
+from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of
 from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.batches import SharedBatch
 from dmuon.step.rounds import Round
 from dmuon.step.update import orthogonalized_by, trial_of
 
-Given: TypeAlias = Strategy | Literal["auto"]
 STRATEGIES: tuple[str, ...] = (*get_args(Strategy), "auto")
 STRATEGY = "strategy"  # the option of a group that has its own
 
 MUON_OPTIONS = (
     "lr", "weight_decay", "weight_decay_mode", "momentum", "momentum_dtype", "momentum_device", "nesterov",
     "ns_coefficients", "ns_steps", "eps", "ns_dtype", "orthogonalize", "second_moment", "second_moment_beta",
-    "adjust_lr_fn", "lr_multiplier", "master_weights",
+    "adjust_lr_fn", "lr_multiplier", "master_weights", "bf16_stochastic_round",
 )  # fmt: skip
-ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier", "master_weights")
+ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "lr_multiplier", "master_weights", "bf16_stochastic_round")
 STATE_OPTIONS = ("second_moment", "momentum_dtype", "momentum_device", "master_weights")  # what state there is
 # Groups have these only where they are not as here: state dicts that are older than the options have the same keys.
 USUAL: Mapping[str, Any] = {
     "weight_decay_mode": "decoupled", "momentum_dtype": None, "momentum_device": None, "orthogonalize": None,
     "second_moment": None, "second_moment_beta": 0.95, "lr_multiplier": 1.0, "master_weights": False,
+    "bf16_stochastic_round": False,
 }  # fmt: skip
 RARE = USUAL.keys() - {"lr_multiplier"}  # which who has groups of his own writes there
+_OF_HALVES = ("master_weights", "bf16_stochastic_round")
 DECAY_MODES = ("decoupled", "cautious", "independent", "l2", "hyperball")
 MOST_NS_STEPS = 20
 
@@ -166,7 +167,11 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
         raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
     numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps", "lr_multiplier") if name in group}
     below_one: dict[str, Any] = {}
-    check_flag("master_weights", group.get("master_weights", False))
+    halves = [name for name in _OF_HALVES if group.get(name, False) is not False]
+    for name in halves:
+        check_flag(name, group[name])
+    if len(halves) > 1:
+        raise ValueError("bf16_stochastic_round=True is for weights without masters: leave it or master_weights out")
     if group["use_muon"]:
         full = {**USUAL, **group}
         below_one |= {name: full[name] for name in ("momentum", "second_moment_beta")}
@@ -229,27 +234,44 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
     update_scale(group["adjust_lr_fn"], (2, 2))
 
 
-def check_halves(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> None:
-    """Refuse to keep masters where no weight needs one, or where nothing says how they lie.
+def check_halves(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+    """Refuse what is for weights in half precision where there are none.
 
     Args:
         names: of the parameters, by ``id``.
 
     Raises:
-        ValueError: by name, a parameter in the way.
+        ValueError: names one of them.
     """
-    params = [param for group in groups if group.get("master_weights") for param in group["params"]]
-    for param in params:
+    for option, dtypes in zip(_OF_HALVES, (HALF, (torch.bfloat16,)), strict=True):
+        params = [param for group in groups if group.get(option) for param in group["params"]]
+        if params and not any(param.dtype in dtypes or isinstance(param, OwnedTensor) for param in params):
+            raise ValueError(
+                f"{option}=True, and no parameter is in {' or '.join(map(str, dtypes))}, such as "
+                f"{names[id(params[0])]!r}, which is {params[0].dtype}: leave it out"
+            )
+
+
+def check_half(group: Mapping[str, Any]) -> None:
+    """Refuse parameters that an option for half precision cannot take.
+
+    Raises:
+        ValueError: names the first.
+    """
+    option = next((option for option in _OF_HALVES if group.get(option)), None)
+    for param in group["params"] if option is not None else ():
+        name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {shape_of(param)}"
         if flat_of(param) is not None:
             raise ValueError(
-                f"master_weights for {names[id(param)]!r}, of which FSDP1 has a flat shard on each rank: use its "
+                f"{option} for parameter {name}, of which FSDP1 has a flat shard on each rank: use its "
                 "MixedPrecision, which keeps fp32 shards, or torch's fully_shard (FSDP2)"
             )
-    if params and not any(param.dtype in HALF or isinstance(param, OwnedTensor) for param in params):
-        raise ValueError(
-            f"master_weights=True, and no parameter is in half precision, such as {names[id(params[0])]!r}, which is "
-            f"{params[0].dtype}: leave it out"
-        )
+        if option == "bf16_stochastic_round" and (param.dtype == torch.float16 or isinstance(param, OwnedTensor)):
+            why = "which is torch.float16" if param.dtype == torch.float16 else "of which its owner has an fp32 master"
+            raise ValueError(
+                f"bf16_stochastic_round for parameter {name}, {why}: leave it out, or put it into those groups of "
+                "dmuon.param_groups(model) that have weights in bf16"
+            )
 
 
 def check_edited(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -337,8 +359,10 @@ def check_strategy(strategy: object) -> None:
                 f"strategy must be a name, or a mapping of patterns of names of parameters to names, got {name!r}; "
                 f"use one of {', '.join(STRATEGIES)}"
             )
-        if name not in STRATEGIES:
-            raise ValueError(f"strategy={name!r} is unknown; use one of {', '.join(STRATEGIES)}")
+        if name not in STRATEGIES and team_size(name) < 2:
+            raise ValueError(
+                f"strategy={name!r} is unknown; use one of {', '.join(STRATEGIES)}, or 'sharded:2' or more"
+            )
 
 
 def strategies_of(
@@ -346,7 +370,7 @@ def strategies_of(
     names: Mapping[int, str],
     default: str | Mapping[str, str],
     left: Collection[int],
-) -> dict[int, Given]:
+) -> dict[int, str]:
     """By ``id``, the strategies of those of Muon's parameters that have not just owners.
 
     Of a mapping the first pattern counts that fits the name, as ``fnmatch`` has it.
@@ -360,7 +384,7 @@ def strategies_of(
         ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes; or one that cannot be cut
             into slices.
     """
-    found: dict[int, Given] = {}
+    found: dict[int, str] = {}
     for group in groups:
         given = group.get(STRATEGY, default) if group["use_muon"] else "owner"
         for param in group["params"] if given != "owner" or (left and group["use_muon"]) else ():
@@ -369,22 +393,27 @@ def strategies_of(
             if isinstance(given, Mapping):
                 chosen = next((way for pattern, way in given.items() if fnmatchcase(name, pattern)), "owner")
             if id(param) in left:
-                if chosen not in ("owner", "sharded"):
+                if chosen not in ("owner", "sharded") and not team_size(chosen):
                     raise ValueError(
                         f"strategy={chosen!r} for {name!r}, and dedicate_params was told 'sharded': leave it out here"
                     )
-                chosen = "sharded"
+                chosen = "sharded" if chosen == "owner" else chosen
             if chosen != "owner" and isinstance(param, OwnedTensor):
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, which dedicate_params gave an owner that has it whole: leave "
                     "strategy= out for it, or leave it to FSDP2 by dedicate_params(exclude=…) and fully_shard"
                 )
-            if chosen in ("sharded", "auto") and flat_of(param) is not None:
+            if team_size(chosen) and not is_one_matrix(param):
+                raise ValueError(
+                    f"strategy={chosen!r} for {name!r}, which is several matrices: use 'sharded' or 'owner'"
+                )
+            may_cut = chosen in ("sharded", "auto") or team_size(chosen) > 0
+            if may_cut and flat_of(param) is not None:
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, of which FSDP1 has a flat shard on each rank: use 'owner' or "
                     "'replicated', or torch's fully_shard (FSDP2)"
                 )
-            if chosen in ("sharded", "auto") and group.get("orthogonalize") is not None:
+            if may_cut and group.get("orthogonalize") is not None:
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, of which orthogonalize= wants whole matrices, at costs that "
                     "no plan knows: use 'owner' or 'replicated'"

@@ -7,6 +7,7 @@ from typing import Any
 
 from dmuon.model.matrix_spec import flat_of
 from dmuon.step.adamuon import ElementMoments
+from dmuon.step.half_weights import has_master
 from dmuon.step.hyperball import Hyperball
 from dmuon.step.normuon import RowMoments
 from dmuon.step.rounds import Round
@@ -68,10 +69,11 @@ def check_scalings(groups: Groups, rounds: Sequence[Round], names: Mapping[int, 
                         f"{option} for {name}, of which FSDP1 has a flat shard on each rank, and no rows: leave "
                         f"{option} out, or use torch's fully_shard (FSDP2)"
                     )
-                if on_sphere and param.dtype != batch.dtype:
+                if on_sphere and param.dtype != batch.dtype and not has_master(group, param):
                     raise ValueError(
                         f"{option} for {name}, whose weights are {param.dtype}: rounding would let their norm grow. "
-                        f"Keep them in {batch.dtype}, with FSDP2 by a MixedPrecisionPolicy, or use dedicate_params"
+                        f"Keep them in {batch.dtype}, with FSDP2 by a MixedPrecisionPolicy, or let the optimizer keep "
+                        "master_weights=True, or use dedicate_params"
                     )
                 if on_sphere and id(param) in clipped:
                     raise ValueError(

@@ -24,7 +24,7 @@ from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import MOMENTS, as_step, moments_dtype, new_adamw_state
-from dmuon.step.half_weights import MASTER, has_master, new_master
+from dmuon.step.half_weights import MASTER, has_master, is_widened, new_master
 from dmuon.step.residency import MATRIX_STATE, MOMENTUM, Residency, laid_out, like_param, misfit, needs_gather
 from dmuon.step.scaling import Scaling
 
@@ -288,8 +288,8 @@ class Momentum:
             state[key] = of_param
             if of_param is None:
                 del state[key]
-            elif has_master(group, param):
-                self._loaded[param] = {name: of_param.pop(name) for name in (*MOMENTS, MASTER)}
+            elif is_widened(group, param):
+                self._loaded[param] = {name: of_param.pop(name) for name in (*MOMENTS, MASTER) if name in of_param}
         for (row, key), value in zip(loads, values, strict=True):
             kept = {n: v for n, v in state.pop(key, {}).items() if n not in (*_OF_MUON, *_ADAMW_STATE)}
             if value is None and not row.is_trained:
@@ -416,7 +416,9 @@ def _state_fault(state: Mapping[str, Any]) -> str | None:
     return None
 
 
-_OWN = ("momentum_dtype", "momentum_device", "orthogonalize", "master_weights", STRATEGY)  # what no load changes
+_OWN = (  # what no load changes
+    "momentum_dtype", "momentum_device", "orthogonalize", "master_weights", "bf16_stochastic_round", STRATEGY,
+)  # fmt: skip
 _FUNCTION, _DTYPE = "function ", "torch."  # how a saved text begins that stands for one
 
 
@@ -488,14 +490,14 @@ def adamw_state(
 def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
     """Forget what parameters have from a group of the other route, and begin the state of AdamW's."""
     for param in group["params"]:
-        for name in _ADAMW_STATE if group["use_muon"] else MATRIX_STATE:
-            if param in state:
-                state[param].pop(name, None)
-        values = state.get(param, {})
-        if not has_master(group, param):
-            values.pop(MASTER, None)
-        if not group["use_muon"] and param.requires_grad and values.keys() <= {MASTER}:
-            state[param] = {**new_adamw_state(param, group), **values}
+        values = state.get(param)
+        if values is not None:
+            for name in _ADAMW_STATE if group["use_muon"] else MATRIX_STATE:
+                values.pop(name, None)
+            if MASTER in values and not has_master(group, param):
+                del values[MASTER]
+        if not group["use_muon"] and param.requires_grad and (values is None or values.keys() <= {MASTER}):
+            state[param] = {**new_adamw_state(param, group), **(values or {})}
 
 
 # -- copies of optimizers whose parameters one process has to itself ---------------------------------------------------

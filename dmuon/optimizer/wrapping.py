@@ -27,9 +27,9 @@ from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
 from dmuon.model.matrix_spec import fault_of, flat_of
 from dmuon.optimizer.flat_shards import fault_of_flat
-from dmuon.optimizer.options import Given
 from dmuon.optimizer.state import Origin
 from dmuon.planning.device_key import NsOptions
+from dmuon.platform.host import all_living
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (
     current_backward,
@@ -66,8 +66,7 @@ def replicated_by_any(tensors: Iterable[Tensor]) -> dict[int, dist.ProcessGroup]
         return {}
 
     def found() -> dict[int, dist.ProcessGroup]:
-        modules = (module for module in gc.get_objects() if issubclass(type(module), nn.Module))
-        return {key: group for key, group in _copied_by(modules).items() if key in wanted}
+        return {key: group for key, group in _copied_by(all_living(nn.Module)).items() if key in wanted}
 
     if not found():
         return {}
@@ -97,7 +96,7 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 def blocks_of_fsdp() -> dict[int, tuple[Any, nn.Module]]:
     """By ``id`` of the sharded parameter, what FSDP2 unshards it with, and the module."""
-    modules = [module for module in gc.get_objects() if issubclass(type(module), FSDPModule)]
+    modules = [module for module in all_living(nn.Module) if isinstance(module, FSDPModule)]
     groups = [(group, params, module) for module in modules for group, params in unsharded_together(module)]
     return {id(param): (group, module) for group, params, module in groups for param in params}
 
@@ -182,7 +181,8 @@ class Wrapping:
                 raise RuntimeError(
                     f"parameter {names[key]!r} was cut by fully_shard or tensor parallelism since the optimizer was "
                     "built, which would train what the model no longer holds: build the optimizer after that, and load "
-                    "the state dict of this one into it"
+                    "the state dict of this one into it; where a forward without backward came before it was built, "
+                    "call model.reshard() in between"
                 )
         lost = [key for key in moved if key in held and not isinstance(held[key], DTensor)]
         found = [
@@ -208,7 +208,7 @@ class Wrapping:
             model = None if self._model is None else self._model()
             held = {id(p) for group in groups for p in group["params"]}
             around = [m for m in ([] if model is None else model.modules()) if _is_ddp(m)]
-            around = around or [m for m in gc.get_objects() if _is_ddp(m)]
+            around = around or all_living(nn.parallel.DistributedDataParallel)
             self.ddp = [weakref.ref(m) for m in around if any(id(p) in held for p in m.parameters())]
         return found
 
@@ -232,7 +232,7 @@ def find_residencies(
     device: torch.device,
     last: Exchange | None,
     ns: NsOptions,
-    strategies: Mapping[int, Given],
+    strategies: Mapping[int, str],
 ) -> list[Residency]:
     """Where the parameters of Muon live: those that dmuon owns first, and what is exchanged last.
 
@@ -325,7 +325,7 @@ class Averagers:
 
 def _tell(trained: Sequence[Tensor], dtensors: set[int], names: Mapping[int, str]) -> None:
     gc.collect()
-    modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
+    modules = all_living(nn.Module)
     left = {id(param) for module in modules for param in left_by_ddp(module)}
     unknown = [names[id(param)] for param in trained if id(param) in left]
     if unknown:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import socket
 import sys
@@ -12,8 +13,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+_T = TypeVar("_T")
+
+
+def all_living(kind: type[_T]) -> list[_T]:
+    """All objects of a kind, which the collector of garbage knows, also those that ``gc.freeze`` has hidden from it."""
+    if gc.get_freeze_count():
+        gc.unfreeze()  # there is no other way to see them
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -407,6 +407,12 @@ def _fsdp_groups(module: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def divide_factor(module: FSDPModule) -> float | None:
+    """By what FSDP2 was told to divide sums of gradients of this module; None: by the number of ranks."""
+    factors = (group.gradient_divide_factor for group in _fsdp_groups(module))
+    return next((factor for factor in factors if factor is not None), None)
+
+
 def unsharded_together(module: FSDPModule) -> list[tuple[Any, list[Tensor]]]:
     """What FSDP2 gathers at once of the parameters of this module, and the sharded ones of each."""
     return [(group, [place.sharded_param for place in group.fsdp_params]) for group in _fsdp_groups(module)]

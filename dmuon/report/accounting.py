@@ -74,7 +74,7 @@ class ExchangeBudget:
         sent_before: bytes of momentum to other ranks.
         sent_after: bytes of updates to other ranks; what goes on to several copies counts once.
         copied: of that what goes on to other copies.
-        summed: bytes of Gram matrices, each of which is the sum over all ranks.
+        summed: bytes of Gram matrices, each of which is the sum over all ranks, or those of a team.
     """
 
     calls: int
@@ -214,9 +214,10 @@ def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: tor
         yield Message("copy", "domain", None, position, (load.numel - load.numel_out) * after)
     yield Message("gather", "domain", None, None, 0, int(any(before.travels for before, _ in round_.routes)))
     yield Message("scatter", "domain", None, None, 0, int(any(after.travels for _, after in round_.routes)))
-    for batch in round_.batches if isinstance(round_, ShardedRound) else ():
+    here = [one for one in round_.batches if one.parcel.is_for(position)] if isinstance(round_, ShardedRound) else ()
+    for batch in here:
         blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.storage.itemsize)
-        yield Message("sum", "domain", None, None, blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
+        yield Message("sum", "team", None, None, blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
 
 
 def _sizes(spans: Spans) -> dict[int, int]:

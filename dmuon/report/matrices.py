@@ -17,7 +17,7 @@ from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import Part, resting
 from dmuon.exchanged.user_round import UserRound
 from dmuon.kernels import step_variant
-from dmuon.layout.matrices import Parcel, Strategy, numbered
+from dmuon.layout.matrices import Parcel, numbered
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, spec_of
@@ -56,7 +56,7 @@ class MatrixRow:
     batch: int
     runs: str
     predicted_ns: float | None
-    strategy: Strategy = "owner"
+    strategy: str = "owner"
 
     @property
     def numel(self) -> int:
@@ -134,7 +134,8 @@ def _calls(optimizer: Muon) -> Iterator[_Call]:
                 if isinstance(batch, SharedBatch) and batch.parcel.has_owner:
                     owner = batch.domain.ranks[batch.parcel.owner]
                 elif isinstance(batch, SharedBatch):
-                    others = batch.domain.ranks
+                    others = [rank for i, rank in enumerate(batch.domain.ranks) if batch.parcel.is_for(Position(i))]
+                    owner = owner if owner in others else others[0]
                 if isinstance(round_, ShardedRound):
                     runs = str(variant_of(numerics, batch, batch.device))
                 else:
@@ -209,7 +210,7 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
         batch = call.batch
         whole = isinstance(call.round_, UserRound)
         predicted = None
-        strategy = batch.parcel.strategy if isinstance(batch, SharedBatch) else "owner"
+        strategy = batch.parcel.way if isinstance(batch, SharedBatch) else "owner"
         if isinstance(batch, SharedBatch) and _is_planned(batch.parcel) and batch.domain.ranks in plans:
             domain = id(batch.domain)
             if domain not in shares:

@@ -12,7 +12,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dmuon.platform.torch_private import local_tensor, share_spec
-from dmuon.step.half_weights import MASTER, has_master, new_master, take_edits
+from dmuon.step.half_weights import (
+    MASTER,
+    ROUNDING_STEP,
+    Place,
+    Places,
+    has_master,
+    is_rounded,
+    is_widened,
+    new_master,
+    take_edits,
+)
 from dmuon.step.residency import laid_out, like_param
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,7 +43,7 @@ def new_adamw_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor
 
 def moments_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
     """That of what is updated."""
-    return torch.float32 if has_master(group, param) else param.dtype
+    return torch.float32 if is_widened(group, param) else param.dtype
 
 
 def as_step(value: Any, param: Tensor) -> Tensor:
@@ -51,18 +61,22 @@ class AdamWUpdate:
 
     Attributes:
         rows: what the kernel walks.
-        halves: the same of parameters that are updated by masters, and the masters; their gradients are as they came.
+        halves: the same of parameters that are widened, with gradients as they came, and their masters or places.
         scattered: parameters with gaps between their elements, and what is updated in their place.
     """
 
     group: Mapping[str, Any]
     rows: list[_Row] = field(default_factory=list)
-    halves: list[tuple[_Row, Tensor]] = field(default_factory=list)
+    halves: list[tuple[_Row, Tensor | Place]] = field(default_factory=list)
     scattered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, group: Mapping[str, Any], state: Mapping[Tensor, MutableMapping[str, Any]], names: Mapping[int, str]
+        cls,
+        group: Mapping[str, Any],
+        state: Mapping[Tensor, MutableMapping[str, Any]],
+        names: Mapping[int, str],
+        places: Places,
     ) -> AdamWUpdate:
         """Lay out what the kernel walks, which checks neither sizes nor strides; update nothing yet.
 
@@ -71,6 +85,7 @@ class AdamWUpdate:
         Args:
             state: empty where it was cleared; parameters without a gradient may have none.
             names: of parameters, by ``id``.
+            places: of those that are rounded stochastically.
 
         Raises:
             ValueError: state or a gradient that cannot be the parameter's.
@@ -82,8 +97,8 @@ class AdamWUpdate:
             values = state[param]
             if not values:
                 values.update(new_adamw_state(param, group))
-            if has_master(group, param):
-                update._lay_half(param, values, repr(names[id(param)]))
+            if is_widened(group, param):
+                update._lay_half(param, values, repr(names[id(param)]), places)
                 continue
             row = _row_as_it_is(param, values)
             if row is None:
@@ -100,12 +115,13 @@ class AdamWUpdate:
             self.scattered.append((local_tensor(param), local_tensor(dense)))
         return [local_tensor(t) for t in (dense, grad, *(values[key] for key in MOMENTS), values["step"])]
 
-    def _lay_half(self, param: Tensor, values: MutableMapping[str, Any], name: str) -> None:
+    def _lay_half(self, param: Tensor, values: MutableMapping[str, Any], name: str, places: Places) -> None:
         for key in MOMENTS:
             values[key] = laid_out(param, values.get(key), f"{key} of {name}", dtype=torch.float32)
-        if values.get(MASTER) is None:
-            values[MASTER] = like_param(param, new_master(param))
-        values[MASTER] = laid_out(param, values[MASTER], f"{MASTER} of {name}", dtype=torch.float32)
+        if has_master(self.group, param):
+            if values.get(MASTER) is None:
+                values[MASTER] = like_param(param, new_master(param))
+            values[MASTER] = laid_out(param, values[MASTER], f"{MASTER} of {name}", dtype=torch.float32)
         step = values.get("step", 0.0)
         if (
             not isinstance(step, Tensor)
@@ -116,16 +132,24 @@ class AdamWUpdate:
         assert param.grad is not None, "it is updated"
         grad = laid_out(param, param.grad, f"gradient of {name}", dtype=param.grad.dtype)
         row = [local_tensor(t) for t in (param, grad, *(values[key] for key in MOMENTS), values["step"])]
-        self.halves.append((row, local_tensor(values[MASTER])))
+        rounds = is_rounded(self.group, param)
+        self.halves.append((row, places.of(param) if rounds else local_tensor(values[MASTER])))
 
     @torch.no_grad()
     def run(self) -> None:
         """Update parameters and state."""
         self._run(self.rows)
-        for (weight, grad, *state), master in self.halves:  # one by one, as gradients are copied
-            take_edits([master], [weight])
-            self._run([[master, grad.to(master.dtype), *state]])
-            weight.copy_(master)
+        for (weight, grad, *state), kept in self.halves:  # one by one, as gradients are copied
+            if isinstance(kept, Place):
+                wide = new_master(weight)
+            else:
+                wide = kept
+                take_edits([wide], [weight])
+            self._run([[wide, grad.to(wide.dtype), *state]])
+            if isinstance(kept, Place):
+                kept.round(weight, wide, self.group[ROUNDING_STEP])
+            else:
+                weight.copy_(wide)
         for param, dense in self.scattered:
             param.copy_(dense)
 

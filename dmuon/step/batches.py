@@ -13,7 +13,7 @@ from dmuon.kernels import streams_of
 from dmuon.layout.matrices import Parcel, Region
 from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.half_weights import take_edits
+from dmuon.step.half_weights import Places, take_edits
 
 _SMALL_PART = 2**16  # elements: what is elementwise takes less time than to start it
 
@@ -102,6 +102,7 @@ class Batch:
         is_rounded: it is stored in another dtype.
         is_moved: it is stored on another device, the host.
         masters: by ``id`` of the parameter, of all that have one, this rank's part, shaped as the local tensor.
+        places: of those that are rounded stochastically.
     """
 
     params: list[Tensor]
@@ -124,6 +125,7 @@ class Batch:
     is_rounded: bool = field(init=False)
     is_moved: bool = field(init=False)
     masters: Mapping[int, Tensor] = field(init=False)
+    places: Places | None = field(init=False)
     _fetched: _Fetched | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +141,7 @@ class Batch:
         self.is_rounded = self.momenta[0].dtype != self.dtype
         self.is_moved = self.momenta[0].device != self.device
         self.is_copied = self.stacked is None or self.is_rounded or self.is_moved
-        self.masters = {}
+        self.masters, self.places = {}, None
         self._fetched = None
 
     def gradients(self, start: int, end: int, decay: float = 0.0) -> list[Tensor]:
@@ -152,14 +154,20 @@ class Batch:
         for param in self.params[start:end]:
             grad = param.grad
             grad = local_tensor(torch.zeros_like(param) if grad is None else grad)
-            if decay:
-                weight = local_tensor(param).detach()
-                if (master := self.masters.get(id(param))) is not None:
-                    take_edits([master], [weight])
-                    weight = master
-                grad = grad.to(self.dtype) + decay * weight
             grads.append(grad)
+        if decay:
+            pairs = zip(grads, self.weights(start, end), strict=True)
+            grads = [grad.to(self.dtype) + decay * weight for grad, weight in pairs]
         return grads if self.region is None else self.split(grads)
+
+    def weights(self, start: int, end: int) -> list[Tensor]:
+        """What is updated of parameters ``start`` to ``end``, this rank's parts: their masters, if they have any."""
+        weights = [local_tensor(param).detach() for param in self.params[start:end]]
+        if not self.masters or id(self.params[start]) not in self.masters:
+            return weights
+        masters = [self.masters[id(param)] for param in self.params[start:end]]
+        take_edits(masters, weights)
+        return masters
 
     def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the matrices, 2-D each, in local ``tensors`` that lie as some of the parameters do.
@@ -240,7 +248,7 @@ class SharedBatch(Batch):
     @property
     def is_owned(self) -> bool:
         """Whether this rank orthogonalizes them, perhaps as others do."""
-        return not self.parcel.has_owner or self.parcel.owner == self.domain.position
+        return self.parcel.is_for(self.domain.position)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -384,7 +384,7 @@ class ExchangedRound(Round):
 
     def __str__(self) -> str:
         """What all ranks of the domain must agree on before data travels."""
-        parcels = [(parcel.count, parcel.layout.shape, parcel.owner) for parcel in self.parcels]
+        parcels = [(parcel.count, parcel.layout.shape, parcel.team or parcel.owner) for parcel in self.parcels]
         way = "" if self.has_owners else f", {self.parcels[0].strategy}"
         return f"{self._what} as (count, shape, owner) {parcels}{way}"
 
@@ -416,15 +416,16 @@ def exchanged_rounds(
         order: key by which the batches of an owner are sorted; the same on all ranks.
         kinds: of rounds, for strategies other than that of owners.
     """
-    lanes: dict[tuple[Strategy, int, torch.dtype], dict[int, list[SharedBatch]]] = {}
+    lanes: dict[tuple[Strategy, bool, int, torch.dtype], dict[int, list[SharedBatch]]] = {}
     rounds = []
     for batch in batches:
         if len(batch.parcel.holders) == 1:  # unknown to the other ranks, so it cannot be in a round with theirs
             rounds.append(ExchangedRound(index, [batch], f"matrices of one rank in group {index}"))
         else:
-            key = (batch.parcel.strategy, id(batch.domain), batch.dtype)
+            key = (batch.parcel.strategy, not batch.parcel.team, id(batch.domain), batch.dtype)
             lanes.setdefault(key, {}).setdefault(batch.parcel.owner, []).append(batch)
-    for (strategy, _, _), by_owner in lanes.items():
+    # Those of teams first: the ranks of no team go on to the next round, whose gather is under way by then.
+    for (strategy, *_), by_owner in sorted(lanes.items(), key=lambda lane: lane[0][1]):
         kind = ExchangedRound if kinds is None else kinds[strategy]
         first = in_model_order if strategy == "fused" else order
         packs = [_packed(sorted(by_owner[owner], key=first), small_numel, nbytes) for owner in sorted(by_owner)]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.comm.domain import Domain
-from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch
 
 EPS = 1e-8  # of the papers that divide by second moments
@@ -49,8 +48,8 @@ class Arrived:
         return slice((run[0] - self.span[0]) * self.batch.each, (run[1] - self.span[0]) * self.batch.each)
 
     def weights(self) -> list[Tensor]:
-        """This rank's part of each matrix: of the weights, or a copy of it."""
-        return self.batch.split([local_tensor(param).detach() for param in self.batch.params[slice(*self.span)]])
+        """This rank's part of each matrix: of the weights, or of their masters, or a copy of it."""
+        return self.batch.split(self.batch.weights(*self.span))
 
     @property
     def is_joined(self) -> bool:

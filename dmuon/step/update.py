@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from math import prod
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamuon import of_signs
 from dmuon.step.batches import Batch
-from dmuon.step.half_weights import take_edits
+from dmuon.step.half_weights import ROUNDING_STEP, is_rounded, take_edits
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -212,6 +213,8 @@ def apply(
             masters = [batch.masters[id(param)] for param in batch.params[start:end]]
             matrices = batch.split(masters)
             take_edits(matrices, stored)
+        elif group["bf16_stochastic_round"] and is_rounded(group, batch.params[start]):
+            matrices = [weight.float() for weight in stored]
         if scale is None:
             on_sphere = group["weight_decay_mode"] == "hyperball"
             scale = 1.0 if on_sphere else update_scale(group["adjust_lr_fn"], batch.scaled_shape)
@@ -227,6 +230,11 @@ def apply(
         if masters:
             batch.put(masters, matrices)
             torch._foreach_copy_(stored, matrices)
+        elif matrices is not stored:
+            assert batch.places is not None, "of groups with the option there are"
+            places = (batch.places.of(param).matrices(batch.region) for param in batch.params[start:end])
+            for weight, wide, place in zip(stored, matrices, chain.from_iterable(places), strict=True):
+                place.round(weight, wide, group[ROUNDING_STEP])
         if batch.region is not None:
             batch.put(weights, stored)
         if record is not None:

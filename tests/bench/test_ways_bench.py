@@ -24,7 +24,7 @@ def test_all_ways_are_right_and_owners_send_what_the_article_says(tmp_path: Path
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
     assert ran.returncode == 0, ran.stderr
     for case, rows in json.loads(out.read_text())["cases"].items():
-        assert list(rows) == ["owner", "replicated", "full_replication", "sharded", "last sharded", "auto"]
+        assert list(rows) == ["owner", "replicated", "full_replication", "sharded", "large sharded", "teams", "auto"]
         for way, row in rows.items():
             assert row["error"] < 1e-4 and f"{way} " in ran.stdout, case
         assert rows["owner"]["seed MB"] == 2 * rows["replicated"]["seed MB"]

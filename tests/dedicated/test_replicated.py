@@ -173,6 +173,18 @@ def test_whatever_a_model_trains_is_averaged(
             torch.testing.assert_close(found[name], grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.pitfall("P97")
+@on_ranks(2)
+def test_gradients_that_fsdp2_is_told_to_sum_are_refused(rank: int, world: int) -> None:
+    model = dedicated(build(), world)
+    dmuon.fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"set_gradient_divide_factor\(1\.0\) of FSDP2"):
+        model(batch(0)[0])
+    model.set_gradient_divide_factor(float(world))  # type: ignore[operator]
+    loss_of(model, *shard(batch(0), rank, world)).backward()
+
+
 def one_sided(rank: int, world: int, change: Callable[[Network], None], seed: int | None) -> None:
     model = dedicated(build(), world)
     loss_of(model, *shard(batch(0), rank, world)).backward()

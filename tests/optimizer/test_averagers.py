@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -179,6 +180,23 @@ def test_each_parameter_has_one_known_averager_or_the_user_is_told(
         optimizer.step()
     told = [text for text in told if "average" in text]
     assert (len(told) == 1 and expected in told[0]) if expected else not told, told
+
+
+@pytest.mark.pitfall("P96")
+@pytest.mark.parametrize("way", [ddp_later, dedicated_and_sharded], ids=lambda way: way.__name__)
+@on_ranks(2)
+def test_modules_that_the_program_hides_from_the_collector_are_found(
+    rank: int, world: int, way: Callable[[Network, int], Built]
+) -> None:
+    model = build()
+    program, optimizer = way(model, world)
+    gc.freeze()
+    try:
+        backward(program, optimizer, rank, world)
+        optimizer.step()
+    finally:
+        gc.unfreeze()
+    assert_equal_weights(full_state(model), reference_weights(1))
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------

@@ -94,6 +94,18 @@ def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member:
     weights.check(optimizer)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("member", PLACED)
+@on_ranks(4)
+def test_matrices_that_teams_orthogonalize(rank: int, world: int, member: str) -> None:
+    weights, mesh = Weights(twin=paper(member, 0.02)), init_device_mesh("cpu", (world,))
+    for i, shape in enumerate([(8, 5), (6, 12), (4, 16)]):
+        weights.shard(i, shape, mesh, [Shard(0)])
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"), strategy="sharded:2", **MEMBERS[member])
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+
+
 @pytest.mark.parametrize(("layout", "member"), cases(["3"], ["tp"], ["ddp", "hsdp"]))
 def test_tensors_of_any_matrices_that_dmuon_owns(ranks: RankPool, layout: str, member: str) -> None:
     ranks({"hsdp": 4, "3": 3}.get(layout, 2), owned, layout, member)
@@ -518,6 +530,12 @@ def test_weights_whose_norm_would_not_stay_are_refused() -> None:
             "4",
             "master_weight",
             {"dtype": torch.bfloat16, "master_weights": True},
+        ),
+        (
+            "the same with `bf16_stochastic_round=True`",
+            "8",
+            "exp_avg",
+            {"exclude": ["blocks.1"], "dtype": torch.bfloat16, "bf16_stochastic_round": True},
         ),
     ],
 )

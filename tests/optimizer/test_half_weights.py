@@ -1,8 +1,9 @@
-"""Weights in half precision: masters, wherever the weights lie, against one process in fp64."""
+"""Weights in half precision: masters, wherever the weights lie, against one process in fp64; stochastic rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from dmuon import create_dtensor_config
 STEPS = 3
 HALF = torch.bfloat16
 MASTERS: dict[str, Any] = {"master_weights": True}
+ROUNDED: dict[str, Any] = {"bf16_stochastic_round": True}
 
 
 class HalfWeights(Weights):
@@ -66,6 +68,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "l2": {"weight_decay_mode": "l2"},
     "cautious": {"weight_decay_mode": "cautious"},
     "normuon": {"second_moment": "row", "second_moment_beta": 0.9},
+    "hyperball": {"weight_decay_mode": "hyperball"},
 }
 
 
@@ -225,9 +228,14 @@ def goes_on(rank: int, world: int, path: str, name: str) -> None:
         assert torch.equal(whole(param), master.to(HALF))
 
 
+@pytest.mark.parametrize("options", [MASTERS, ROUNDED], ids=["masters", "rounded"])
 @pytest.mark.parametrize("layout", ["single", "fsdp2-2", "ddp", "1d"])
-def test_a_restart_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path, layout: str) -> None:
-    ranks(1 if layout == "single" else 2, restarts, str(tmp_path), f"{layout}, bf16", MASTERS)
+def test_a_restart_goes_on_with_the_same_bits(
+    ranks: RankPool, tmp_path: Path, layout: str, options: dict[str, Any]
+) -> None:
+    if (layout, options) == ("1d", ROUNDED):
+        return  # which is refused
+    ranks(1 if layout == "single" else 2, restarts, str(tmp_path), f"{layout}, bf16", options)
 
 
 def restarts(rank: int, world: int, path: str, name: str, options: dict[str, Any]) -> None:
@@ -313,10 +321,19 @@ def test_masters_follow_a_model_that_changes_its_route_or_dtype() -> None:
 
 
 def test_masters_that_mean_nothing_are_refused() -> None:
+    for options in (MASTERS, ROUNDED):
+        with pytest.raises(
+            ValueError, match=r"=True, and no parameter is in .*torch.bfloat16, such as 'blocks.0.* out$"
+        ):
+            dmuon.Muon(build(), **options)
+    with pytest.raises(ValueError, match=r"would let their norm grow\. Keep .* or let .* master_weights=True"):
+        dmuon.Muon(build().to(HALF), weight_decay_mode="hyperball", **ROUNDED)
+    with pytest.raises(ValueError, match="is for weights without masters: leave it or master_weights out"):
+        dmuon.Muon(build().to(HALF), **MASTERS, **ROUNDED)
     with pytest.raises(
-        ValueError, match=r"master_weights=True, and no parameter is in half precision, such as 'blocks.0"
+        ValueError, match=r"bf16_stochastic_round for parameter of shape .*, which is torch.float16: leave"
     ):
-        dmuon.Muon(build(), **MASTERS)
+        dmuon.Muon(build().half(), **ROUNDED)
     with pytest.raises(TypeError, match="master_weights must be True or False, got 'fp32'"):
         dmuon.Muon(build().to(HALF), master_weights="fp32")
     model = build().to(HALF)
@@ -331,8 +348,28 @@ def test_masters_that_mean_nothing_are_refused() -> None:
 @on_ranks(2)
 def test_masters_of_flat_shards_are_refused(rank: int, world: int) -> None:
     model = FullyShardedDataParallel(build().to(HALF), use_orig_params=True, device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"master_weights for .* use its MixedPrecision, which keeps fp32 shards"):
-        dmuon.Muon(model, **MASTERS)
+    for options in (MASTERS, ROUNDED):
+        with pytest.raises(
+            ValueError, match=r"for parameter of shape .* use its MixedPrecision, which keeps fp32 shards"
+        ):
+            dmuon.Muon(model, **options)
+
+
+@on_ranks(2)
+def test_stochastic_rounding_of_what_has_masters_is_refused(rank: int, world: int) -> None:
+    model = build().to(HALF)
+    lay("1d-two-lines", model)
+    with pytest.raises(
+        ValueError, match=r"parameter blocks.0.mix.weight, of which its owner has an fp32 master: leave"
+    ):
+        dmuon.Muon(model, **ROUNDED)
+    groups = dmuon.param_groups(model)
+    for group in groups:
+        group["bf16_stochastic_round"] = not group["use_muon"]
+    optimizer = dmuon.Muon(groups, **OPTIONS)
+    loss_of(model, *batch(0)).backward()
+    optimizer.step()
+    assert_same_over_ranks({name: p.detach() for name, p in model.named_parameters() if p.dtype == HALF})
 
 
 @on_ranks(2)
@@ -375,3 +412,96 @@ def test_qk_clip_scales_masters() -> None:
             assert dtype == torch.float32 or torch.equal(param, found[-1].to(HALF))
     for master, weight in zip(found[:2], found[2:], strict=True):
         assert_close(master, weight, "master", 1e-6)
+
+
+# -- stochastic rounding -----------------------------------------------------------------------------------------------
+
+
+def updated(use_muon: bool, times: int, shape: tuple[int, ...] = (40, 24), lr: float = 2e-3) -> tuple[Tensor, Tensor]:
+    """What the same update makes of the same weights in bf16, many times, ``(times, …)``; and in fp32."""
+    start, grad = 1.5 + 0.2 * noise(3, *shape).to(HALF), noise(4, *shape).to(HALF)
+    found = []
+    for dtype in (torch.float32, HALF):
+        param = nn.Parameter(start.to(dtype, copy=True))
+        groups = [{"params": [param], "use_muon": use_muon}]
+        optimizer = dmuon.Muon(groups, lr=lr, bf16_stochastic_round=dtype == HALF)
+        fresh = deepcopy(optimizer.state_dict()["state"])
+        for _ in range(times if dtype == HALF else 1):
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": fresh})
+            with torch.no_grad():
+                param.copy_(start)
+            param.grad = grad.to(dtype)
+            optimizer.step()
+            found.append(param.detach().double())
+    return torch.stack(found[1:]), found[0]
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_rounding_up_or_down_has_the_right_mean(use_muon: bool) -> None:
+    times = 400
+    found, exact = updated(use_muon, times)
+    low, high = found.amin(0), found.amax(0)
+    gap = 2.0 ** (exact.abs().log2().floor() - 7)
+    assert ((found - exact).abs() < gap).all(), "one of the two neighbours"
+    assert ((high - low) <= gap).all()
+    part = ((exact - (exact / gap).floor() * gap) / gap).clamp(0, 1)
+    error = (found.mean(0) - exact) / gap
+    deviation = (part * (1 - part) / times).sqrt() + 1e-4
+    assert (error.abs() <= 5 * deviation).all()
+    assert 0.9 <= float((error / deviation)[part * (1 - part) > 0.01].square().mean()) <= 1.1, (
+        "independent of each other"
+    )
+    assert abs(float(error.mean())) <= 4 / (12 * times * exact.numel()) ** 0.5
+    single = found[0] - exact
+    assert float(torch.linalg.matrix_norm(single, 2)) <= 1.2 * float(single.std()) * (40**0.5 + 24**0.5), "no pattern"
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_tiny_rate_moves_what_the_nearest_would_not(use_muon: bool) -> None:
+    moved = {}
+    for options in ({}, ROUNDED):
+        param = nn.Parameter(torch.full((64, 64), 1.25, dtype=HALF))
+        groups = [{"params": [param], "use_muon": use_muon}]
+        optimizer = dmuon.Muon(groups, lr=1e-5, weight_decay=0.0, ns_coefficients="classic", **options)
+        for _ in range(100):
+            param.grad = torch.eye(64).add(0.01).to(HALF) if use_muon else torch.ones_like(param)
+            optimizer.step()
+        moved[len(options)] = 1.25 - param.detach().double()
+    assert not moved[0].any()
+    if use_muon:  # 0.2 · √64 · O, of which the diagonal is near one
+        assert float(moved[1].diagonal().mean()) == pytest.approx(1.6e-3, rel=0.5)
+    else:
+        assert float(moved[1].mean()) == pytest.approx(1e-3, rel=0.1)
+
+
+def test_what_is_no_number_stays_so() -> None:
+    param = nn.Parameter(torch.tensor([float("inf"), float("-inf"), float("nan"), -0.0, 3.0], dtype=HALF))
+    before = param.detach().clone()
+    optimizer = dmuon.Muon([{"params": [param], "use_muon": False}], lr=0.0, weight_decay=0.0, **ROUNDED)
+    for _ in range(50):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    assert torch.equal(param.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("layout", [*PLACES[1:5], *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW[:3])])
+def test_rounding_is_the_same_on_every_topology(ranks: RankPool, layout: str) -> None:
+    ranks(LAYOUTS[layout].world, rounds_alike, layout)
+
+
+def rounds_alike(rank: int, world: int, layout: str) -> None:
+    """AdamW's part to the bit. Updates of matrices may differ by how many are multiplied at once."""
+    weights = []
+    for laid in (None, lay(layout, build().to(HALF))):
+        model = build().to(HALF) if laid is None else laid.network
+        optimizer = dmuon.Muon(model, **OPTIONS, **ROUNDED) if laid is None else laid.optimizer(**ROUNDED)
+        for step in range(STEPS):
+            named = dict(model.named_parameters())
+            for name, grad in gradients(named.items(), step).items():
+                give(named[name], grad)
+            optimizer.step()
+        weights.append({name: whole(param) for name, param in model.named_parameters()})
+    assert_same_over_ranks(weights[1])
+    for name, alone in weights[0].items():
+        differing = float((alone != weights[1][name]).double().mean())
+        assert differing == 0.0 if not is_matrix(name) else differing < 0.005, name

@@ -77,6 +77,7 @@ def compare(_rank: int, _world: int, name: str, keep: bool, micro: int, muon: An
 
 OVERLAP = {"overlap_backward": True}
 HOST, HALF = {"momentum_device": "cpu"}, {"momentum_dtype": torch.bfloat16}
+ON_SPHERE = {"weight_decay_mode": "hyperball"}
 CASES = {
     **{f"{name} overlap": (name, False, 1, OVERLAP, {}) for name in ("1d", "ddp-2", "hsdp", "tp-fsdp")},
     **{f"{name} after backward": (name, False, 1, {}, {}) for name in ("1d-1", "1d-two-lines", "hsdp")},
@@ -96,6 +97,7 @@ CASES = {
             ("fsdp2-hsdp", HOST | {"second_moment": "row"}),
         )
     },
+    "members of the family": ("fsdp2-2", False, 1, {"second_moment": "element", **ON_SPHERE}, {}),
     "one collective after the other": ("1d-two-lines", False, 1, OVERLAP, {"asynchronous": False}),
 }
 

@@ -98,24 +98,29 @@ def test_exchanges_equal_the_formula(
         ("fsdp2-2", "sharded", torch.float16),
         ("fsdp2-2", "full_replication", torch.float16),
         ("tp-alone", "sharded", None),
+        ("fsdp2-3", "sharded:2", None),
         ("replicate-fsdp", "replicated", None),
         pytest.param("fsdp2-hsdp", "replicated", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("fsdp2-hsdp", "sharded", None, marks=pytest.mark.slow),
         pytest.param("fsdp2-tp", "sharded", torch.float16, marks=pytest.mark.slow),
+        pytest.param("fsdp2-hsdp", "sharded:3", None, marks=pytest.mark.slow),
     ],
 )
 def test_strategies_send_what_the_formula_says(ranks: RankPool, name: str, strategy: str, dtype: Any) -> None:
     world = LAYOUTS[name].world
-    for found, budget, _, _ in ranks(world, count_step, name, True, 1, 2**14, dtype, strategy):
+    _, _, size = strategy.partition(":")
+    team = int(size or world)  # the first ranks: there is one
+    counted = ranks(world, count_step, name, True, 1, 2**14, dtype, strategy)
+    for rank, (found, budget, _, _) in enumerate(counted):
         assert found["received"] == budget["received_before"] + budget["received_after"]
         assert found["sent"] == budget["sent_before"] + budget["sent_after"]
         assert budget["copied"] == 0
-        assert (budget["summed"] > 0) == (strategy == "sharded")
-        by_all = found["summed"] - 2 * budget["summed"] * (world - 1) // world
+        assert (budget["summed"] > 0) == (strategy.startswith("sharded") and rank < team)
+        by_all = found["summed"] - 2 * budget["summed"] * (team - 1) // team
         assert 0 < by_all <= SLACK_BYTES, "votes and norms"
         if name == "replicate-fsdp":
             assert found["received"] == 0, "each copy does all by itself"
-        if strategy != "sharded":
+        if not strategy.startswith("sharded"):
             assert budget["received_after"] == 0, "each rank has the result"
 
 

@@ -24,7 +24,7 @@ from harness.toy import OPTIONS, build
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dmuon
 from dmuon import create_dtensor_config
@@ -74,10 +74,17 @@ def test_the_update_is_that_of_one_process(rank: int, world: int, prefetch: int,
     weights.check(optimizer)
 
 
-QUICK_CASES = [*(("fsdp2-2", way) for way in WAYS), ("tp-alone", "sharded"), ("ddp", "full_replication")]
+QUICK_CASES = [
+    *(("fsdp2-2", way) for way in WAYS),
+    ("tp-alone", "sharded"),
+    ("ddp", "full_replication"),
+    ("fsdp2-3", "sharded:2"),
+    ("fsdp2-hsdp", "sharded:3"),
+]
 SLOW_CASES = [
     *(("fsdp2-tp", way) for way in WAYS),
     *zip(("fsdp2-3", "fsdp2-hsdp", "replicate-fsdp", "cp-groups"), (*WAYS, "sharded"), strict=True),
+    *((name, "sharded:2") for name in ("fsdp2-4", "fsdp2-tp", "cp-groups", "ddp-of-3")),
 ]
 
 
@@ -100,6 +107,85 @@ def on_layout(_rank: int, _world: int, name: str, strategy: str) -> None:
 )
 def test_a_model_on_a_layout_trains_as_in_one_process(ranks: RankPool, name: str, strategy: str) -> None:
     ranks(LAYOUTS[name].world, on_layout, name, strategy)
+
+
+# -- teams: some of the ranks together ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "dims", "sizes", "prefetch"),
+    [
+        (3, (3,), (2, 8), 1),
+        pytest.param(4, (2, 2), (2, 3), 0, marks=pytest.mark.slow),
+        pytest.param(4, (4,), (2, 3), 2, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks()
+def test_teams_of_some_ranks_are_as_one_process(
+    rank: int, world: int, dims: tuple[int, ...], sizes: tuple[int, ...], prefetch: int
+) -> None:
+    """Beside owners, replicas and matrices of all ranks; a state dict of these loads where all have owners."""
+    ways = (*(f"sharded:{size}" for size in sizes), "owner", "sharded", "replicated")
+    weights, mesh = Weights(), init_device_mesh("cpu", dims)
+    for i, shape in enumerate([*SHAPES[:4], (1, 5), (1, 1), (64, 8)] * 2):
+        cut = (Shard(i % 2), Replicate(), Shard(0))[i % 3]
+        weights.shard(i, shape, mesh, [Replicate(), cut][-len(dims) :])
+    groups = [{"params": [*weights.params[i::5]], "use_muon": True, "strategy": way} for i, way in enumerate(ways)]
+    config = create_dtensor_config(costs="flops", prefetch_count=prefetch, chunk_bytes=1000)
+    optimizer = weights.optimizer(config, groups)
+    found = Counter(one.strategy for one in optimizer.exchanged())
+    expected = {way if size < world else "sharded" for way, size in zip(ways, sizes, strict=False)}
+    assert found.keys() == expected | {*ways[2:]}
+    weights.train(optimizer, 1)
+    grads = weights.give()
+    for i in range(0, len(grads), 3):
+        weights.params[i].grad = grads[i] = None
+    weights.step(optimizer, grads)
+    weights.train(optimizer, 1)
+    weights.check(optimizer)
+    for text in ("\n".join(optimizer.exchange_report()), dmuon.explain(nn.ParameterList(weights.params), optimizer)):
+        assert "sharded:2, predicted" in text and "ms on ranks 0 1 each" in text
+    after = weights.optimizer(config, [{**group, "strategy": "owner"} for group in groups])
+    after.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    weights.train(after, 1)
+    weights.check(after)
+
+
+@on_ranks(3)
+def test_a_team_comes_to_what_an_owner_does_in_fp64(rank: int, world: int) -> None:
+    found = []
+    for strategy in ("owner", "sharded:2"):
+        mesh, weights = init_device_mesh("cpu", (world,)), Weights()
+        params = [
+            nn.Parameter(weights.shard(i, shape, mesh, [Shard(0)]).double()) for i, shape in enumerate(SHAPES[:4])
+        ]
+        groups = [{"params": params, "use_muon": True, "strategy": strategy}]
+        optimizer = weights.optimizer(create_dtensor_config(costs="flops"), groups, ns_dtype=torch.float64)
+        for step in range(2):
+            for i, param in enumerate(params):
+                generator = torch.Generator().manual_seed(10 * step + i)
+                grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+                param.grad = distribute_tensor(grad, mesh, [Shard(0)])
+            optimizer.step()
+        found.append([whole(param) for param in params])
+    for by_owner, by_team in zip(*found, strict=True):
+        assert (by_team - by_owner).norm() <= 1e-10 * by_owner.norm()
+
+
+@on_ranks(4)
+def test_what_only_some_ranks_of_a_mesh_hold_leaves_no_room_for_teams(rank: int, world: int) -> None:
+    weights, mesh = Weights(), init_device_mesh("cpu", (2, 2))
+    weights.shard(0, (8, 6), mesh, [Shard(0), Shard(1)])
+    weights.shard(1, (4, 6, 5), mesh, [Shard(0), Shard(1)])
+    groups = [{"params": [weights.params[0]], "use_muon": True, "strategy": "sharded:2"}]
+    groups.append({"params": [weights.params[1]], "use_muon": True})
+    with (
+        mock.patch.object(layouts, "default_group_is_bound", lambda: True),
+        pytest.raises(ValueError, match="only some hold matrices of a stack together: use 'sharded'"),
+    ):
+        weights.optimizer(create_dtensor_config(costs="flops"), groups)
+    with pytest.raises(ValueError, match=r"strategy='sharded:2' for .*, which is several matrices: use 'sharded'"):
+        optimizer_of(weights, strategy="sharded:2")
 
 
 @pytest.mark.parametrize(
@@ -440,6 +526,36 @@ def test_auto_gives_a_matrix_what_is_predicted_to_be_shorter(
     weights.check(optimizer)
 
 
+TWO = [(64, 512)] * 2
+
+
+@pytest.mark.parametrize(
+    ("shapes", "small", "expected"),
+    [
+        (TWO, 10**5, {"sharded:2": 2}),  # rather than one after the other on all ranks
+        ([*TWO, *[(8, 8)] * 4], 10**5, {"sharded:2": 2, "owner": 4}),
+        (TWO[:1], 10**5, {"sharded": 1}),
+        ([TWO[0], *[(8, 8)] * 2], 6 * 10**7, {"sharded:2": 1, "owner": 2}),  # whose owners work meanwhile
+        (EVEN, 10**5, {"owner": 4}),
+    ],
+)
+@on_ranks(4)
+def test_auto_gives_a_matrix_as_many_ranks_as_are_free(
+    rank: int, world: int, shapes: Any, small: int, expected: dict[str, int]
+) -> None:
+    weights = Weights()
+    for i, shape in enumerate(shapes):
+        weights.shard(i, shape, init_device_mesh("cpu", (world,)), [Shard(0)])
+    with (
+        mock.patch.object(layouts, "link_ns_per_byte", lambda _: 2.0**-5),
+        mock.patch.object(layouts, "link_latency_ns", lambda _: 1e4),
+    ):
+        optimizer = weights.optimizer(create_dtensor_config(costs=costs_of(10**8, small)), strategy="auto")
+    assert Counter(one.strategy for one in optimizer.exchanged()) == expected
+    weights.train(optimizer, 2)
+    weights.check(optimizer)
+
+
 @on_ranks(2)
 def test_what_auto_chose_stays_when_a_parameter_is_added(rank: int, world: int) -> None:
     """Parameters are laid out anew then, and those that share the same matrices as before are not planned anew."""
@@ -486,6 +602,10 @@ def automatic(rank: int, world: int) -> None:
             "strategy='shared' is unknown; use one of owner, replicated, sharded, full_replication, fused, auto",
         ),
         ({"*": "owners"}, ValueError, "strategy='owners' is unknown"),
+        *(
+            (f"sharded:{n}", ValueError, f"strategy='sharded:{n}' is unknown; use .*'sharded:2'")
+            for n in (1, -2, "two")
+        ),
         (None, TypeError, "strategy must be a name, or a mapping of patterns"),
         ({0: "owner"}, TypeError, "strategy must map patterns of names"),
     ],

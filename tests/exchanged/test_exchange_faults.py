@@ -177,7 +177,7 @@ QUICK: list[tuple[Any, ...]] = [
 SLOW: list[tuple[Any, ...]] = [
     (2, GENERATED, "vote before step", "killed", 1, {}),
     (3, GENERATED, "scatter of round 0", "killed", 0, {"prefetch_count": 3}),
-    (4, GENERATED, "gather of round 1", "raising", 3, {"async_gpu_parallelism": False}),
+    (4, GENERATED, "scatter of round 0", "raising", 3, {"async_gpu_parallelism": False}),
     (3, BESIDE_FSDP, "scatter of round", "killed", 1),
     (3, USERS, "shape", "raising", 1),
 ]

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-import dmuon
-from common.checkout import commit
+from common.checkout import commit  # before anything of dmuon, which it finds
+from dmuon import __version__
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # what products on the CPU go by
 
@@ -40,7 +40,7 @@ def origin() -> dict[str, Any]:
             "features": " ".join(feature for feature in _FEATURES if feature in flags),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "dmuon": dmuon.__version__},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "dmuon": __version__},
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }

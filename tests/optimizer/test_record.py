@@ -157,7 +157,7 @@ def test_copies_are_counted_once(rank: int, world: int, layout: str) -> None:
         assert one.weight_norm == pytest.approx(wanted.weight_norm, rel=1e-6)
         assert one.effective_lr == pytest.approx(wanted.effective_lr, rel=1e-12)
         assert one.update_rms == pytest.approx(wanted.update_rms, rel=1e-3), "weights are fp32"
-    assert_same_over_ranks({name: torch.tensor(astuple(one)) for name, one in gathered.items()})
+    assert_same_over_ranks({name: torch.tensor(astuple(one)) for name, one in sorted(gathered.items())})
 
 
 def test_only_the_step_that_was_asked_for_and_what_it_updated() -> None:

@@ -302,6 +302,7 @@ def run_rank(rank: int, round_: Round, port: int, out: Path, checkpoints: Path, 
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it has ended; an interrupt of all may come later here
         traceback.print_exc()
         print(f"END {type(error).__name__}", flush=True)
         sys.exit(1)

@@ -163,8 +163,15 @@ class Batch:
     def weights(self, start: int, end: int) -> list[Tensor]:
         """What is updated of parameters ``start`` to ``end``, this rank's parts: their masters, if they have any."""
         weights = [local_tensor(param).detach() for param in self.params[start:end]]
-        if not self.masters or id(self.params[start]) not in self.masters:
-            return weights
+        return self.masters_of(start, end, weights) or weights
+
+    def masters_of(self, start: int, end: int, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Masters of parameters ``start`` to ``end``, with what somebody has changed in ``weights``, their local parts.
+
+        None if the weights are wide, and so their own: those of a batch are of one dtype.
+        """
+        if id(self.params[start]) not in self.masters:
+            return []
         masters = [self.masters[id(param)] for param in self.params[start:end]]
         take_edits(masters, weights)
         return masters

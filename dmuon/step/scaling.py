@@ -71,7 +71,7 @@ class Scaling(ABC):
 
     Attributes:
         key: of its moments in the optimizer's state.
-        moments: by ``id`` of the parameter, this rank's; they begin as zeros. None if it has no state.
+        moments: by ``id`` of the parameter, this rank's; they begin as zeros. Empty if it has no state.
     """
 
     key = ""

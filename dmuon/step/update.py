@@ -28,7 +28,7 @@ from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamuon import of_signs
 from dmuon.step.batches import Batch
-from dmuon.step.half_weights import ROUNDING_STEP, is_rounded, take_edits
+from dmuon.step.half_weights import ROUNDING_STEP, is_rounded
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -208,11 +208,9 @@ def apply(
             local = local_tensor(param)
             weights.append(local if type(local) in _PLAIN else local.detach())
         stored = matrices = weights if batch.region is None else batch.split(weights)
-        masters: list[Tensor] = []
-        if batch.masters and id(batch.params[start]) in batch.masters:  # or wider weights, which are their own
-            masters = [batch.masters[id(param)] for param in batch.params[start:end]]
+        masters = batch.masters_of(start, end, weights) if batch.masters else []
+        if masters:
             matrices = batch.split(masters)
-            take_edits(matrices, stored)
         elif group["bf16_stochastic_round"] and is_rounded(group, batch.params[start]):
             matrices = [weight.float() for weight in stored]
         if scale is None:

@@ -385,6 +385,18 @@ def clipped_by_parts() -> None:
     dmuon.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def scaled_by_rows() -> None:
+    dmuon.Muon(wrapped(build()), second_moment="row")
+
+
+def scaled_by_elements() -> None:
+    dmuon.Muon(wrapped(build()), second_moment="element")
+
+
+def on_a_sphere() -> None:
+    dmuon.Muon(wrapped(build()), weight_decay_mode="hyperball")
+
+
 def step_without_reduction() -> None:
     model = wrapped(build())
     optimizer = dmuon.Muon(model)
@@ -398,6 +410,9 @@ REFUSALS: list[tuple[Callable[[], None], type[Exception], str]] = [
     (built_inside_summon, ValueError, "outside of forward, backward and summon_full_params"),
     (stepped_inside_summon, ValueError, "outside of forward, backward and summon_full_params"),
     (wrapped_later, ValueError, "wrapped in .*FSDP1.* since the optimizer was built; build the optimizer after that"),
+    (scaled_by_rows, ValueError, "second_moment for 'blocks.*, of which FSDP1 has a flat shard"),
+    (scaled_by_elements, ValueError, "second_moment for 'blocks.*, of which FSDP1 has a flat shard"),
+    (on_a_sphere, ValueError, "'hyperball' for 'blocks.*, of which FSDP1 has a flat shard"),
     (clipped_by_parts, ValueError, "call clip_grad_norm_ of the FSDP1 model itself"),
     (step_without_reduction, ValueError, "gradient of .* is "),
 ]

@@ -95,6 +95,15 @@ def test_tensors_that_several_ranks_orthogonalize(rank: int, world: int, member:
     weights.check(optimizer)
 
 
+@on_ranks(2)
+def test_slices_are_nothing_for_a_function_of_whole_matrices(rank: int, world: int) -> None:
+    for strategy in ("sharded", "sharded:2", "auto"):
+        weights = Weights()
+        weights.shard(0, (6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
+        with pytest.raises(ValueError, match=f"strategy='{strategy}' for .*, of which orthogonalize= wants whole"):
+            weights.optimizer(create_dtensor_config(costs="flops"), strategy=strategy, orthogonalize=polar)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("member", PLACED)
 @on_ranks(4)

@@ -272,6 +272,11 @@ def test_search_swaps_its_way_out_of_the_worst_case_of_lpt() -> None:
     assert plan(*GRAHAM, STRICT).makespan_ns == 9
 
 
+def test_greedy_counts_what_ranks_have_of_other_classes() -> None:
+    case = make_matrices([11, 9, 12]), 3, linear_costs(21, 23, 1)
+    assert plan(*case, STRICT).makespan_ns == exact_makespan(*case)  # 2 more, each class dealt out as if it were alone
+
+
 def test_levelling_spreads_what_a_free_batch_lets_pile_up() -> None:
     free = shape_costs(dict.fromkeys((1, 2, 4, 8, 16), 1000))
     assert plan(make_matrices([16]), 4, free, STRICT).rank_matrices == (4, 4, 4, 4)

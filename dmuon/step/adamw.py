@@ -91,13 +91,14 @@ class AdamWUpdate:
             ValueError: state or a gradient that cannot be the parameter's.
         """
         update = cls(group)
+        widens = group.get("master_weights") or group.get("bf16_stochastic_round")  # not asked of each parameter
         for param in group["params"]:
             if param.grad is None:
                 continue
             values = state[param]
             if not values:
                 values.update(new_adamw_state(param, group))
-            if is_widened(group, param):
+            if widens and is_widened(group, param):
                 update._lay_half(param, values, repr(names[id(param)]), places)
                 continue
             row = _row_as_it_is(param, values)

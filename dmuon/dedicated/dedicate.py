@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import cache
 from socket import gethostname
 from typing import Any, TypeVar
@@ -50,6 +48,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import excluded_modules
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
+from dmuon.dedicated.strategies import checked_strategy, chosen, with_strategies
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate
@@ -62,7 +61,7 @@ from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag, refuse_unknown, told_apart
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import outside_compile, require_supported_torch
-from dmuon.solver import SolveOptions
+from dmuon.solver import Matrix, SolveOptions
 
 _KEYWORDS_ELSEWHERE = told_apart(  # of X-Square's dedicate_params
     ("predicate", "select=…, a function of the name, the module and the parameter"),
@@ -149,9 +148,12 @@ def dedicate_params(
             checkpoint is loaded. What writes to other modules' tensors is refused.
         ns_coefficients, ns_steps, ns_dtype: as of ``dmuon.Muon``, which takes them from here and refuses others. Costs
             are those of this run. None leaves them to the optimizer, and plans by its defaults.
-        strategy: who orthogonalizes a matrix: ``"owner"``, or ``"sharded"``: all ranks together. Or a mapping of
-            patterns of names to these, of which the first that fits counts; the rest have owners. A sharded matrix is
-            left to ``dmuon.fully_shard``, and lies whole on every rank without that; ``Muon`` knows of it.
+        strategy: who orthogonalizes a matrix: ``"owner"``; ``"sharded"``: all ranks together; ``"sharded:4"``: a team
+            of so many; ``"auto"``: an owner, unless one of these or every rank by itself (``"replicated"``) is
+            predicted to take less time. Or a mapping of patterns of names to these, of which the first that fits
+            counts; the rest have owners. What has no owner is left to ``dmuon.fully_shard``, and lies whole on every
+            rank without that; the log says so, and ``Muon`` knows of it. Matrices of a stack or a fused tensor, and
+            those of a model that tensor parallelism cuts, keep their owners under ``"auto"``.
 
     Returns:
         The plan: owners, predicted loads, and a report.
@@ -168,6 +170,7 @@ def dedicate_params(
 
     def inspect() -> Inspected:
         check_options(costs, solve, plan, ranks)
+        ways = checked_strategy(strategy, plan)
         policy = checked_policy(mp_policy)
         check_flag("reshard_after_forward", reshard_after_forward)
         try:
@@ -184,6 +187,7 @@ def dedicate_params(
             "ranks": ranks,
             "comm": options,
             "initialize": "a function" if initialize is not None else None,
+            "strategy": ways,
             **told,
         }
         roots = checked_roots(model)
@@ -191,7 +195,7 @@ def dedicate_params(
         check_initialize(whole, initialize)
         excluded = excluded_modules(whole)
         theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
-        routes = _some_left(route_to_blocks(whole, select, blocks, exclude, theirs), strategy)
+        routes = with_strategies(route_to_blocks(whole, select, blocks, exclude, theirs), ways)
         for route in routes:
             if route.muon:
                 remember_spec(route.param, route.spec, route.fault)
@@ -212,19 +216,27 @@ def dedicate_params(
     try:
         inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
         context, seats = _connect(mesh, topology, group, options, inspected, seats)
-        result = make_plan(
-            inspected.matrices(),
-            context.control,
-            context.device,
-            costs=costs,
-            solve=solve,
-            plan=plan,
-            hosts=[host for host, _, _ in seats],
-            starts=[start for _, _, start in seats],
-            pools=inspected.pools(context.topology),
-            ranks=ranks,
-            ns=NsOptions.named(ns_options),
-        )
+        ns = NsOptions.named(ns_options)
+
+        def planned(matrices: Sequence[Matrix], before: Sequence[int] | None = None) -> OwnerPlan:
+            starts = [start for _, _, start in seats]
+            return make_plan(
+                matrices,
+                context.control,
+                context.device,
+                costs=costs,
+                solve=solve,
+                plan=plan,
+                hosts=[host for host, _, _ in seats],
+                starts=starts if before is None else [sum(pair) for pair in zip(starts, before, strict=True)],
+                pools=inspected.pools(context.topology),
+                ranks=ranks,
+                ns=ns,
+            )
+
+        result = planned(inspected.matrices())
+        if any(route.strategy == "auto" for route in inspected.routes):
+            inspected, result = chosen(inspected, result, planned, context, costs, ns, 2 + reshard_after_forward)
         with _all_or_nothing(inspected.routes):
             _own(inspected, result, context, initialize, ns_options, keep=not reshard_after_forward)
         _watch_optimizers()
@@ -233,31 +245,6 @@ def dedicate_params(
     except BaseException:
         forget_groups()  # on all ranks: one of them may have been interrupted while something was under way
         raise
-    return result
-
-
-def _some_left(routes: Sequence[Route], strategy: str | Mapping[str, str]) -> list[Route]:
-    """``routes``, without owners of what all ranks shall orthogonalize together.
-
-    Raises:
-        TypeError, ValueError: ``strategy`` is nothing that dedication knows.
-    """
-    given = {"*": strategy} if isinstance(strategy, str) else strategy
-    if not isinstance(given, Mapping) or not all(isinstance(one, str) for pair in given.items() for one in pair):
-        raise TypeError(f"strategy must be a name, or a mapping of patterns of names to names, got {strategy!r}")
-    for name in given.values():
-        if name not in ("owner", "sharded"):
-            raise ValueError(
-                f"strategy={name!r} of dedicate_params: a matrix has an owner ('owner'), or all ranks orthogonalize it "
-                "together ('sharded'); others are for dmuon.Muon(model, strategy=…) of a model that was not dedicated"
-            )
-    reason = "strategy='sharded': left to fully_shard, and all ranks orthogonalize it together"
-    result: list[Route] = []
-    for route in routes:
-        way = next((way for pattern, way in given.items() if fnmatchcase(route.fqn, pattern)), "owner")
-        if way == "sharded" and route.block is not None:
-            route = replace(route, block=None, block_module=None, reason=reason, sharded=True)
-        result.append(route)
     return result
 
 
@@ -296,8 +283,8 @@ def _tell(routes: Sequence[Route], plan: OwnerPlan, comm: Comm, weights: str) ->
         return
     if (told := notice(routes)) is not None:
         _log.warning("%s", told)
-    if left := [route.fqn for route in routes if route.sharded]:
-        _log.info("%d tensors, such as %s, are left to fully_shard and to all ranks together", len(left), left[0])
+    if left := [route for route in routes if route.strategy != "owner"]:
+        _log.info("%d tensors have no owner, such as %s: %s", len(left), left[0].fqn, left[0].reason)
     _log.info("dedicated %s; mesh: %s, whole weights %s after forward", plan.summary(), topology.text, weights)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("loads and batches of what was dedicated:\n%s", plan.report())

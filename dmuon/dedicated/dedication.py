@@ -48,7 +48,7 @@ class Dedication:
 
     Attributes:
         is_list: it is of several modules, or of a list of one.
-        shares: all ranks orthogonalize some matrices together.
+        leaves: some matrices have no owner, but another strategy.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Dedication:
         self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}
         self._originals = [weakref.ref(r.param) for r in routes if r.block is not None]
         self.is_list = "" not in roots
-        self.shares = any(route.sharded for route in routes)
+        self.leaves = any(route.strategy != "owner" for route in routes)
         self._prefixes = weakref.WeakKeyDictionary({unwrapped(root): prefix for prefix, root in roots.items()})
         for root in roots.values():
             mark(root, self)
@@ -110,13 +110,13 @@ def averaged_by_dmuon() -> set[int]:
     return set().union(*(dedication.runtime.param_ids() for dedication in found))
 
 
-def sharded_together() -> dict[int, dist.ProcessGroup]:
-    """By ``id``, what dedicated models have left to all ranks together, and the ranks that average its gradients."""
-    found: dict[int, dist.ProcessGroup] = {}
+def left_to_others() -> dict[int, tuple[str, dist.ProcessGroup]]:
+    """By ``id``, what dedicated models have given no owner: its strategy, and the ranks that average its gradients."""
+    found: dict[int, tuple[str, dist.ProcessGroup]] = {}
     for root in living():
-        if (dedication := dedication_of(root)) is not None and dedication.shares:
-            routes = dedication.routes(root)
-            found |= {id(route.param): dedication.runtime.comm.group for route in routes if route.sharded}
+        if (dedication := dedication_of(root)) is not None and dedication.leaves:
+            left = [route for route in dedication.routes(root) if route.strategy != "owner"]
+            found |= {id(route.param): (route.strategy, dedication.runtime.comm.group) for route in left}
     return found
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dmuon.layout.topology import GlobalRank, RankGrid, ShardDims
 from dmuon.planning.agreed_plan import Costs, Speeds, check_options
+from dmuon.planning.strategies import SMALL_PARAM_NUMEL
 from dmuon.platform.options import check_flag, check_integer
 from dmuon.solver import SolveOptions
 
 CHUNK_BYTES = 2**28
-SMALL_PARAM_NUMEL = 65536
 LAYOUTS = "dmuon.layouts"  # in ``state``: what generated functions know of an optimizer's parameters
 OWN_ENTRIES = ("rank", "param_names", "assignments", LAYOUTS)  # of ``state``, set once by each optimizer
 

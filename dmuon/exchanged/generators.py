@@ -22,7 +22,6 @@ from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
 from dmuon.exchanged.config import (
     CHUNK_BYTES,
     LAYOUTS,
-    SMALL_PARAM_NUMEL,
     DistributedConfig,
     LayoutOptions,
     LayoutRecipe,
@@ -31,6 +30,7 @@ from dmuon.exchanged.layouts import Layouts, lay_out, plan, planned_owners, whol
 from dmuon.layout.topology import GlobalRank, ShardDims, grid_of_mesh
 from dmuon.model.matrix_spec import flat_of
 from dmuon.planning.agreed_plan import Costs, Speeds
+from dmuon.planning.strategies import SMALL_PARAM_NUMEL
 from dmuon.platform.options import check_integer, refuse_unknown, told_apart
 from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import SolveOptions

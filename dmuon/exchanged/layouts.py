@@ -48,21 +48,17 @@ from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed, position_in
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, spec_of
 from dmuon.planning.agreed_plan import Speeds, make_plan
-from dmuon.planning.cost_lookup import link_latency_ns, link_ns_per_byte
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.planning.strategies import Choice, Link, Ranking, choose
-from dmuon.platform.host import HostShare, is_oversubscribed
+from dmuon.planning.strategies import Choice, Ranking, choose, find_link, ns_per_byte
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
-from dmuon.solver import CostTable, Matrix, unmeasured_batch
+from dmuon.solver import Matrix, unmeasured_batch
 from dmuon.step.batches import Shared, Task
 
 _log = logger(__name__)
 
 _SHOWN_PIECES = 16
-_NOMINAL_NS_PER_BYTE = 1 / 50  # 50 GB/s, beside costs that are estimated from FLOPs
-_NOMINAL_LATENCY_NS = 2e4  # of a collective, likewise
 _WIRE_BYTES = 8  # of an element, to the owner and back in fp32
 
 
@@ -319,7 +315,7 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
             start_ns += _predicted_ns(matrices, choices, old, domain.position)
             continue
         with first:  # the ranks of the next domains wait for this one
-            per_byte = _NOMINAL_NS_PER_BYTE if options.costs == "flops" else link_ns_per_byte(domain)
+            per_byte = ns_per_byte(domain, options.costs)
             plans[ranks] = _planned(domain, matrices, pools, options, per_byte, ns, start_ns)
             if any(way == "auto" or team_size(way) for way in layouts.strategies):
                 chosen, rest, rankings[ranks] = _chosen(
@@ -375,12 +371,11 @@ def _chosen(
             "matrices of a stack together: use 'sharded', by all of them, or 'owner'"
         )
     small = {m.name for m in of_auto if m.rows * m.cols <= options.small_param_numel_threshold}
-    link = Link(per_byte, _NOMINAL_LATENCY_NS)
-    if options.costs != "flops" and (of_auto or given):
-        said = agree(domain.group, None, (Link(per_byte, link_latency_ns(domain)), HostShare.here()))
-        link, measured = said[0][0], not isinstance(options.costs, CostTable)
-        if measured and domain.device.type == "cpu" and is_oversubscribed([share for _, share in said]):
-            of_auto = []
+    if not of_auto and not given:
+        return {}, plan, ()
+    link, gains = find_link(domain, per_byte, options.costs)
+    if not gains:
+        of_auto = []
     if not of_auto and not given:
         return {}, plan, ()
     whole = {matrix.name for matrix in of_auto if matrix.name in auto}
@@ -389,7 +384,17 @@ def _chosen(
         return _planned(domain, some, None, options, per_byte, ns, start_ns + before[domain.position])
 
     chosen, rest, ranking = choose(
-        matrices, whole, small if of_auto else (), given, plan, replan, link, domain.device, ns or NsOptions()
+        matrices,
+        whole,
+        small if of_auto else (),
+        given,
+        plan,
+        replan,
+        link,
+        domain.device,
+        ns or NsOptions(),
+        exchange_ns=2 * link.latency_ns,
+        carried_ns_per_byte=link.ns_per_byte,
     )
     return chosen, rest, ranking if of_auto else ()
 

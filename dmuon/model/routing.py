@@ -64,7 +64,7 @@ class Route:
         spec: which matrices the parameter is made of.
         fault: why Muon cannot train it, should that frozen parameter be unfrozen; ``None`` if it can.
         bare: a matrix by shape and place, which AdamW takes only because no layer holds it.
-        sharded: of a model that is dedicated, all ranks orthogonalize it together instead of an owner.
+        strategy: of a model that is dedicated, who orthogonalizes it; ``"auto"`` until that is planned.
     """
 
     fqn: str
@@ -77,7 +77,7 @@ class Route:
     spec: MatrixSpec = field(default_factory=MatrixSpec)
     fault: str | None = None
     bare: bool = False
-    sharded: bool = False
+    strategy: str = "owner"
 
 
 def route_parameters(model: nn.Module, select: Select | None = None, exclude: Exclude | None = None) -> list[Route]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, overload
@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dmuon.dedicated.dedication import Dedicated, sharded_together
+from dmuon.dedicated.dedication import Dedicated, left_to_others
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
@@ -251,7 +251,7 @@ class Muon(torch.optim.Optimizer):
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._batched: list[Tensor] = []  # parameters of which this rank orthogonalizes something
         self._strategies: dict[int, str] = {}  # by id, of those that have not just owners
-        self._left: Set[int] = set()  # ids of what dedicate_params has left to all ranks together
+        self._left: dict[int, str] = {}  # by id, strategies of what dedicate_params has given no owner
         self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)
         self._averagers = Averagers()
@@ -385,7 +385,7 @@ class Muon(torch.optim.Optimizer):
         self._wrapping.note(self.param_groups)
         planned = next((g for g in self.param_groups if g["use_muon"] and g["params"]), None)
         ns = NsOptions.named(planned or {})
-        self._left = sharded_together().keys()
+        self._left = {key: strategy for key, (strategy, _) in left_to_others().items()}
         self._strategies = strategies_of(self.param_groups, self._names, self._origin.strategy, self._left)
         residencies = find_residencies(
             muon, self._names, self._origin, self._device, self._exchange, ns, self._strategies

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -369,7 +369,7 @@ def strategies_of(
     groups: Iterable[Mapping[str, Any]],
     names: Mapping[int, str],
     default: str | Mapping[str, str],
-    left: Collection[int],
+    left: Mapping[int, str],
 ) -> dict[int, str]:
     """By ``id``, the strategies of those of Muon's parameters that have not just owners.
 
@@ -378,7 +378,7 @@ def strategies_of(
     Args:
         names: of the parameters, by ``id``.
         default: of groups that do not say.
-        left: ids of those that ``dedicate_params`` has left to all ranks together.
+        left: by ``id``, of those that ``dedicate_params`` has given no owner.
 
     Raises:
         ValueError: by name, a parameter that dmuon owns, and so one rank orthogonalizes; or one that cannot be cut
@@ -393,11 +393,12 @@ def strategies_of(
             if isinstance(given, Mapping):
                 chosen = next((way for pattern, way in given.items() if fnmatchcase(name, pattern)), "owner")
             if id(param) in left:
-                if chosen not in ("owner", "sharded") and not team_size(chosen):
+                if chosen not in ("owner", "sharded", left[id(param)]) and not team_size(chosen):
                     raise ValueError(
-                        f"strategy={chosen!r} for {name!r}, and dedicate_params was told 'sharded': leave it out here"
+                        f"strategy={chosen!r} for {name!r}, which dedicate_params has left to {left[id(param)]!r}: "
+                        "leave it out here"
                     )
-                chosen = "sharded" if chosen == "owner" else chosen
+                chosen = left[id(param)] if chosen == "owner" else chosen
             if chosen != "owner" and isinstance(param, OwnedTensor):
                 raise ValueError(
                     f"strategy={chosen!r} for {name!r}, which dedicate_params gave an owner that has it whole: leave "

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
-from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies, planned_ns, sharded_together
+from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies, left_to_others, planned_ns
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.exchanged.exchange import Exchange, exchange_for
@@ -262,8 +262,8 @@ def find_residencies(
     labels = [names[id(p)] for p in others]
     copies = origin.copies
     if origin.config is None and dist.is_initialized():
-        left = sharded_together()
-        copies = copies | {id(p): left[id(p)] for p in others if id(p) in left and not isinstance(p, DTensor)}
+        left = left_to_others()
+        copies = copies | {id(p): left[id(p)][1] for p in others if id(p) in left and not isinstance(p, DTensor)}
     owned = planned_ns({runtime for param in params if (runtime := runtime_of(param)) is not None})
     exchange = exchange_for(origin.config, copies, others, labels, device, last, ns, strategies, owned)
     alone = [*idle, *(others if exchange is None else exchange.alone())]

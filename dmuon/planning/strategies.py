@@ -18,14 +18,21 @@ from heapq import heapify, heapreplace
 
 import torch
 
+from dmuon.comm.agreement import agree
+from dmuon.comm.domain import Domain
 from dmuon.kernels import coefficient_sequence, cost_of_slice, sliced_variant, storage_dtype
 from dmuon.layout.matrices import Strategy
 from dmuon.layout.topology import Position
+from dmuon.planning.cost_lookup import link_latency_ns, link_ns_per_byte
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.solver import Matrix, Shape
+from dmuon.platform.host import HostShare, is_oversubscribed
+from dmuon.solver import CostTable, Matrix, Shape
 
+SMALL_PARAM_NUMEL = 65536  # elements of a matrix that may be replicated
 _ERROR = 0.2  # of predictions; less is no reason to change a plan
+_NOMINAL_NS_PER_BYTE = 1 / 50  # 50 GB/s, beside costs that are estimated from FLOPs
+_NOMINAL_LATENCY_NS = 2e4  # of a collective, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,23 @@ class Link:
 
     ns_per_byte: float
     latency_ns: float
+
+
+def ns_per_byte(domain: Domain, costs: object) -> float:
+    """What a byte costs that an all-to-all brings to one of ``domain``. Collective, unless costs are ``"flops"``."""
+    return _NOMINAL_NS_PER_BYTE if costs == "flops" else link_ns_per_byte(domain)
+
+
+def find_link(domain: Domain, per_byte: float, costs: object) -> tuple[Link, bool]:
+    """The link that the first rank found, and whether a computation on more ranks takes less time.
+
+    It does not where costs were measured on hosts whose ranks have more threads than CPUs. Collective likewise.
+    """
+    if costs == "flops":
+        return Link(per_byte, _NOMINAL_LATENCY_NS), True
+    said = agree(domain.group, None, (Link(per_byte, link_latency_ns(domain)), HostShare.here()))
+    measured = domain.device.type == "cpu" and not isinstance(costs, CostTable)
+    return said[0][0], not (measured and is_oversubscribed([share for _, share in said]))
 
 
 Ranking = tuple[tuple[str, float], ...]  # ways, and what a step takes with them in ns: the chosen one, the next best, …
@@ -65,6 +89,9 @@ def choose(
     link: Link,
     device: torch.device,
     ns: NsOptions,
+    *,
+    exchange_ns: float,
+    carried_ns_per_byte: float,
 ) -> tuple[dict[str, Choice], OwnerPlan | None, Ranking]:
     """By name, what is chosen for matrices that have not just owners, and the plan for the others, if there are any.
 
@@ -77,15 +104,17 @@ def choose(
         plan: of all matrices.
         replan: plans some of them, for ranks that have so many nanoseconds of other work.
         ns: the Newton–Schulz run that costs are of.
+        exchange_ns: what owners wait for messages, beside their bytes.
+        carried_ns_per_byte: what costs of the plan have for a byte of a matrix.
     """
     assert plan.costs is not None, "a plan that was made now"
-    exchange, starts = 2 * link.latency_ns, plan.solution.starts_ns or (0,) * plan.world
+    starts = plan.solution.starts_ns or (0,) * plan.world
     sizes = [*(2**i for i in range(1, plan.world.bit_length()) if 2**i < plan.world), plan.world]
     counts = Counter(matrix.shape for matrix in matrices)
     times: dict[tuple[Shape, int], float] = {}  # by the size of the team; of batches, where that is one rank
     for matrix in {matrix.shape: matrix for matrix in matrices}.values():
         shape, each = matrix.shape, -(-counts[matrix.shape] // plan.world)
-        alone = plan.costs.cost(shape, 1) - link.ns_per_byte * matrix.nbytes
+        alone = plan.costs.cost(shape, 1) - carried_ns_per_byte * matrix.nbytes
         times |= {(shape, n): sharded_ns(shape, alone, n, link, device, ns) for n in {*sizes, *given.values()}}
         times[shape, 1] = plan.costs.cost(shape, each) / each
 
@@ -96,11 +125,11 @@ def choose(
     def planned(teams: Mapping[str, int]) -> tuple[float, OwnerPlan | None, dict[str, tuple[Position, ...]]]:
         """What all matrices take together, the plan of those without a team, and the teams."""
         if not teams:
-            return plan.solution.makespan_ns + exchange, plan, {}
+            return plan.solution.makespan_ns + exchange_ns, plan, {}
         split, rest = ([m for m in matrices if (m.name in teams) is has_team] for has_team in (True, False))
         put, ends = placed(teams, split)
         of_rest = replan(rest, [round(end - start) for end, start in zip(ends, starts, strict=True)]) if rest else None
-        total = max(ends) if of_rest is None else of_rest.solution.makespan_ns + exchange
+        total = max(ends) if of_rest is None else of_rest.solution.makespan_ns + exchange_ns
         return total, of_rest, {one.name: team for one, team in zip(split, put, strict=True)}
 
     by_owners = with_teams = planned(given)
@@ -111,14 +140,14 @@ def choose(
         best = min(range(1, len(ends)), key=ends.__getitem__)
         if ends[best] < ends[0]:
             with_teams = planned(guesses[best - 1])
-        ways["sharded"] = max(with_teams[0], ends[best] + exchange)
-    everything = replicated_ns(matrices, plan, link)
+        ways["sharded"] = max(with_teams[0], ends[best] + exchange_ns)
+    everything = replicated_ns(matrices, plan, link, carried_ns_per_byte)
     if len(small) == len(matrices):
         ways["replicated"] = max(starts) + everything
     chosen = min(ways, key=ways.__getitem__)
     chosen = chosen if ways[chosen] <= (1 - _ERROR) * ways["owner"] else "owner"
     ranking = tuple(sorted(ways.items(), key=lambda way: (way[0] != chosen, way[1])))
-    step_ns = ways[chosen], plan.solution.makespan_ns + exchange
+    step_ns = ways[chosen], plan.solution.makespan_ns + exchange_ns
     if chosen == "replicated":
         return dict.fromkeys(small, Choice("replicated", everything / len(matrices), step_ns)), plan, ranking
     _, of_rest, teams = with_teams if chosen == "sharded" else by_owners
@@ -195,11 +224,11 @@ def sharded_ns(
     return alone_ns * cost_of_slice(shape, world, sequence, storage, device) + sums + slices
 
 
-def replicated_ns(matrices: Sequence[Matrix], plan: OwnerPlan, link: Link) -> float:
+def replicated_ns(matrices: Sequence[Matrix], plan: OwnerPlan, link: Link, carried_ns_per_byte: float) -> float:
     """What all of them take on each rank, with the one exchange before."""
     assert plan.costs is not None
     counts: Mapping[Shape, int] = Counter(matrix.shape for matrix in matrices)
     elements = sum(matrix.rows * matrix.cols for matrix in matrices)
-    moved = link.ns_per_byte * sum(matrix.nbytes for matrix in matrices)
-    computed = sum(plan.costs.cost(shape, count) for shape, count in counts.items()) - moved
+    carried = carried_ns_per_byte * sum(matrix.nbytes for matrix in matrices)
+    computed = sum(plan.costs.cost(shape, count) for shape, count in counts.items()) - carried
     return computed + link.latency_ns + 4 * elements * link.ns_per_byte

@@ -35,7 +35,8 @@ def chosen(
     names = {matrix.name for matrix in matrices}
     of_all = planned(matrices, [0] * world)
     device = torch.device("cpu")
-    choices, rest, ranking = choose(matrices, names, (), {}, of_all, planned, link, device, NsOptions())
+    extra = {"exchange_ns": 2 * link.latency_ns, "carried_ns_per_byte": link.ns_per_byte}
+    choices, rest, ranking = choose(matrices, names, (), {}, of_all, planned, link, device, NsOptions(), **extra)
     return choices, rest, dict(ranking)
 
 

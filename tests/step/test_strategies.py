@@ -333,7 +333,7 @@ def left(_rank: int, _world: int, name: str) -> None:
     assert_same_over_ranks(weights)
     for text in (dmuon.explain(laid.model), dmuon.explain(laid.model, optimizer)):
         assert text.count("left to fully_shard") == 4
-    with pytest.raises(ValueError, match="dedicate_params was told 'sharded': leave it out here"):
+    with pytest.raises(ValueError, match="which dedicate_params has left to 'sharded': leave it out here"):
         laid.optimizer(strategy={"*.up.*": "replicated"})
 
 
@@ -354,12 +354,12 @@ def test_a_dedicated_model_leaves_matrices_to_all_ranks(ranks: RankPool, name: s
     ("strategy", "error", "message"),
     [
         ("replicated", ValueError, "strategy='replicated' of dedicate_params: a matrix has an owner"),
-        ({"*.up.*": "auto"}, ValueError, "strategy='auto' of dedicate_params: a matrix has an owner"),
+        ({"*.up.*": "fused"}, ValueError, "strategy='fused' of dedicate_params: a matrix has an owner"),
         (None, TypeError, "strategy must be a name, or a mapping of patterns"),
     ],
 )
 @on_ranks(2)
-def test_dedication_knows_two_strategies(
+def test_dedication_knows_strategies_of_several_ranks(
     rank: int, world: int, strategy: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -367,6 +367,58 @@ def test_dedication_knows_two_strategies(
     if isinstance(strategy, str):
         with pytest.raises(ValueError, match="rank 1"):
             lay("1d", build(), strategy={f"blocks.{rank}.*": "sharded"})
+        with pytest.raises(
+            ValueError, match=r"'blocks\.0\.up\.weight', which is several matrices: use 'sharded' or 'owner'"
+        ):
+            lay("1d", build(), strategy="sharded:2", select=halves)
+        with pytest.raises(ValueError, match="strategy='auto' chooses that anew; leave plan= out"):
+            lay("1d", build(), strategy="auto", plan="plan.json")
+
+
+def halves(fqn: str, _module: nn.Module, _param: nn.Parameter) -> bool | dmuon.MatrixSpec:
+    return dmuon.MatrixSpec((14, 15)) if fqn.endswith("up.weight") else is_matrix(fqn)
+
+
+def is_mixed_or_up(name: str) -> bool:
+    return is_matrix(name) and "down" not in name
+
+
+SECOND = 10**9
+# Of the 13 x 13 and 13 x 29 matrices of one block but the last: what Newton-Schulz takes, and who has them then.
+COSTS = {
+    "sharded": (1, SECOND, {"blocks.0.up.weight": "sharded"}),  # one huge matrix among small ones
+    "replicated": (1, 1, dict.fromkeys(("blocks.0.mix.weight", "blocks.0.up.weight"), "replicated")),  # latency is all
+    "owner": (SECOND, SECOND, {}),
+}
+
+
+def chosen(_rank: int, _world: int, name: str, way: str) -> None:
+    square, wide, expected = COSTS[way]
+    table = CostTable({(13, 13): {1: square}, (13, 29): {1: wide}})
+    laid = lay(name, build(layers=1), strategy="auto", costs=table, exclude=["*.down.*"])
+    optimizer = laid.optimizer()
+    for step in range(3):
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+    assert {one.name: one.strategy for one in optimizer.exchanged()} == expected
+    weights = full_state(laid.network)
+    assert_equal_weights(weights, reference_weights(3, matrix=is_mixed_or_up, layers=1))
+    assert_same_over_ranks(weights)
+    text = dmuon.explain(laid.model, optimizer)
+    assert text.count(f"strategy={way!r}, chosen since all matrices are predicted to take") == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(("1d", way) for way in COSTS),
+        *(pytest.param(name, "sharded", marks=pytest.mark.slow) for name in ("1d-3", "1d-two-lines", "hsdp", "ddp-2")),
+        pytest.param("hsdp", "replicated", marks=pytest.mark.slow),
+    ],
+)
+def test_dedication_leaves_to_others_what_takes_less_time_so(ranks: RankPool, name: str, way: str) -> None:
+    ranks(LAYOUTS[name].world, chosen, name, way)
 
 
 # -- when FSDP2 unshards -----------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ Prints the validation loss of each seed, and the mean difference from the first 
 to change signs of the seeds' differences, the part whose mean is as far from zero. Learning rates are not tuned for
 each; ``member@lr`` is one with another rate of its matrices. ``fp16`` is what CUDA runs with whole products, ``halves``
 with symmetric products computed by halves and mirrored, both emulated; ``standard`` is fp32 in the standard form.
-``torch`` is torch.optim.Muon, beside torch's AdamW.
+``torch`` is torch.optim.Muon, beside torch's AdamW. The last three have weights in bf16: with fp32 masters, rounded
+stochastically, and rounded to the nearest.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "adamuon": {"second_moment": "element", "nesterov": False},
     "hyperball": {"weight_decay_mode": "hyperball", "adamw_weight_decay": 0.1},
     "bf16": {"momentum_dtype": torch.bfloat16},
+    "masters": {"master_weights": True},
+    "stochastic": {"bf16_stochastic_round": True},
+    "nearest": {},
     "fp16": {"ns_dtype": torch.float16},
     "squares": {"ns_coefficients": "squares"},
     "classic": {"ns_coefficients": "classic"},
@@ -50,6 +54,7 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "halves": {"orthogonalize": partial(orthogonalize, **HALVES)},
     "halves-squares": {"orthogonalize": partial(orthogonalize, coefficients="squares", **HALVES)},
 }
+WEIGHTS_IN_BF16 = ("masters", "stochastic", "nearest")
 OTHERS = ("torch", "adamw")
 LR, ADAMW_LR = 8e-3, 1.5e-3
 
@@ -86,12 +91,14 @@ def train(member: str, seed: int, config: GPTConfig, corpus: Corpus, steps: int,
     """The validation loss behind all steps."""
     torch.manual_seed(seed)
     model = GPT(config)
+    if member.partition("@")[0] in WEIGHTS_IN_BF16:
+        model.bfloat16()
     optimizers = optimizers_of(member, model)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: lr_factor(step, steps)) for one in optimizers]
     for step in range(steps):
         tokens, targets = corpus.batch(seed, step, 0, batch, config.context)
         model.zero_grad()
-        F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for one in (*optimizers, *schedulers):
             one.step()
@@ -101,14 +108,17 @@ def train(member: str, seed: int, config: GPTConfig, corpus: Corpus, steps: int,
 @torch.no_grad()
 def validation_loss(model: GPT, corpus: Corpus, context: int) -> float:
     tokens, targets = corpus.evaluation_batch(torch.arange(0, EVALUATION_WINDOWS, 8), context)
-    return float(F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()))
+    return float(F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()))
 
 
 @dataclass(frozen=True, slots=True)
 class Settings(Options):
     steps: int = 150
     seeds: tuple[int, ...] = option((0, 1, 2), least=0)
-    members: tuple[str, ...] = ("muon", "cautious", "independent", "l2", "normuon", "adamuon", "hyperball@2e-2", "bf16")
+    members: tuple[str, ...] = (
+        *("muon", "cautious", "independent", "l2", "normuon", "adamuon", "hyperball@2e-2", "bf16"),
+        *WEIGHTS_IN_BF16,
+    )
     width: int = 128
     layers: int = 3
 

@@ -119,6 +119,7 @@ class Muon(torch.optim.Optimizer):
         second_moment_beta: of that average.
         master_weights: keep an fp32 master of each weight in bf16 or fp16, AdamW's too: it is updated, and rounded to
             the weight. It is state, ``master_weight``; AdamW's moments are fp32 then. What dmuon owns has one anyway.
+            ``"cpu"`` keeps masters of matrices in the host's memory, as ``momentum_device`` does momentum.
         bf16_stochastic_round: in place of masters, round updated weights in bf16, AdamW's too, up or down at random, so
             that the mean is right. All copies of a weight get the same, and so does a run that is resumed.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
@@ -173,7 +174,7 @@ class Muon(torch.optim.Optimizer):
         orthogonalize: Orthogonalize | None = None,
         second_moment: str | None = None,
         second_moment_beta: float = 0.95,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
         bf16_stochastic_round: bool = False,
         adjust_lr_fn: str | float | Callable[[Any], float] | None = "match_rms_adamw",
         lr_multipliers: Mapping[str, float] | None = None,
@@ -267,7 +268,7 @@ class Muon(torch.optim.Optimizer):
         self._decay_modes: list[object] = []  # of each group
         self._formats: list[list[object]] = []  # of the state, of each group
         self._rounds: list[Round] = []
-        self._moves = False  # momentum is stored on the host
+        self._moves = False  # momentum or masters are stored on the host
         self._prefetch = 1
         self._schedule = Schedule((), self._prefetch)
         self._early: EarlyUpdates | None = None
@@ -432,7 +433,7 @@ class Muon(torch.optim.Optimizer):
         self._batched = [*{id(p): p for batch in batches for p in batch.params}.values()]
         updates = Counter(id(p) for batch in batches for p in batch.params)
         self._updates = {key: count for key, count in updates.items() if count > 1}
-        self._moves = any(batch.is_moved for batch in batches)
+        self._moves = any(batch.is_moved or batch.on_host for batch in batches)
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
         self._early = None

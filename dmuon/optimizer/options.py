@@ -19,6 +19,7 @@ from dmuon.layout.matrices import Strategy, team_size
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of
 from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.batches import SharedBatch
+from dmuon.step.half_weights import ON_HOST
 from dmuon.step.rounds import Round
 from dmuon.step.update import orthogonalized_by, trial_of
 
@@ -168,8 +169,10 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
     numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps", "lr_multiplier") if name in group}
     below_one: dict[str, Any] = {}
     halves = [name for name in _OF_HALVES if group.get(name, False) is not False]
-    for name in halves:
-        check_flag(name, group[name])
+    masters = group.get("master_weights", False)
+    if not (isinstance(masters, bool) or masters == ON_HOST):
+        raise TypeError(f"master_weights must be True, False or {ON_HOST!r}, got {masters!r}")
+    check_flag("bf16_stochastic_round", group.get("bf16_stochastic_round", False))
     if len(halves) > 1:
         raise ValueError("bf16_stochastic_round=True is for weights without masters: leave it or master_weights out")
     if group["use_muon"]:

@@ -289,7 +289,8 @@ class _Rows:
         if not self.param.requires_grad or not self.factors_of:
             return
         batch, weight = self.batch, local_tensor(self.param)
-        local = weight if batch is None else batch.masters.get(id(self.param), weight)
+        kept = weight if batch is None else batch.masters.get(id(self.param), weight)
+        local = kept.to(weight.device)
         if local is not weight:  # of which the step updates nothing if it has no gradient
             take_edits([local], [weight])
         factors = factors.to(local.device, torch.promote_types(local.dtype, torch.float32))
@@ -301,6 +302,8 @@ class _Rows:
             batch.put([local], matrices)
         if local is not weight:
             weight.copy_(local)
+        if local is not kept:
+            kept.copy_(local)
 
 
 def _factors_of(batch: Batch, part: Tensor) -> list[tuple[int, Tensor]]:

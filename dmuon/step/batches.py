@@ -65,7 +65,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fetched:
-    """Momentum that comes from the host on a stream of its own; out of date where that has another ``version`` now."""
+    """What comes from the host on a stream of its own; out of date where that has another ``version`` now."""
 
     stored: Tensor
     stream: Stream
@@ -101,7 +101,8 @@ class Batch:
         is_copied: :meth:`momentum` is a copy: it is stored otherwise than it is folded, or as no view of one tensor.
         is_rounded: it is stored in another dtype.
         is_moved: it is stored on another device, the host.
-        masters: by ``id`` of the parameter, of all that have one, this rank's part, shaped as the local tensor.
+        masters: by ``id`` of the parameter, of all that have one, this rank's part, shaped as the local tensor; perhaps
+            on the host.
         places: of those that are rounded stochastically.
     """
 
@@ -126,7 +127,7 @@ class Batch:
     is_moved: bool = field(init=False)
     masters: Mapping[int, Tensor] = field(init=False)
     places: Places | None = field(init=False)
-    _fetched: _Fetched | None = field(init=False)
+    _fetched: dict[int, _Fetched] = field(init=False)  # by ``id`` of what is on the host
 
     def __post_init__(self) -> None:
         self.each = len(self.numbers)
@@ -142,7 +143,7 @@ class Batch:
         self.is_moved = self.momenta[0].device != self.device
         self.is_copied = self.stacked is None or self.is_rounded or self.is_moved
         self.masters, self.places = {}, None
-        self._fetched = None
+        self._fetched = {}
 
     def gradients(self, start: int, end: int, decay: float = 0.0) -> list[Tensor]:
         """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none.
@@ -168,13 +169,20 @@ class Batch:
     def masters_of(self, start: int, end: int, weights: Sequence[Tensor]) -> list[Tensor]:
         """Masters of parameters ``start`` to ``end``, with what somebody has changed in ``weights``, their local parts.
 
-        None if the weights are wide, and so their own: those of a batch are of one dtype.
+        None if the weights are wide, and so their own: those of a batch are of one dtype. Of masters on the host they
+        are copies, which :meth:`keep_masters` writes back.
         """
         if id(self.params[start]) not in self.masters:
             return []
-        masters = [self.masters[id(param)] for param in self.params[start:end]]
+        masters = [self._here(self.masters[id(param)]) for param in self.params[start:end]]
         take_edits(masters, weights)
         return masters
+
+    def keep_masters(self, start: int, masters: Sequence[Tensor]) -> None:
+        """Let the host have ``masters``, of parameters from ``start`` on, where these are copies of its own."""
+        for param, master in zip(self.params[start : start + len(masters)], masters, strict=True):
+            if self.masters[id(param)] is not master:
+                self.masters[id(param)].copy_(master, non_blocking=True)
 
     def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the matrices, 2-D each, in local ``tensors`` that lie as some of the parameters do.
@@ -199,9 +207,8 @@ class Batch:
         """
         if self.stacked is not None:
             rows = slice(start * self.each, end * self.each)
-            fetched, self._fetched = self._fetched, None
-            if fetched is not None and fetched.version == self.stacked._version:
-                return fetched.taken()[rows].to(self.dtype)
+            if id(self.stacked) in self._fetched:
+                return self._here(self.stacked)[rows].to(self.dtype)
             stored = self.stacked[rows]
         else:
             assert self.region is not None
@@ -209,12 +216,30 @@ class Batch:
             stored = taken[0] if len(taken) == 1 else torch.cat(taken)
         return (stored.to(self.device, non_blocking=True) if self.is_moved else stored).to(self.dtype)
 
+    @property
+    def on_host(self) -> list[Tensor]:
+        """Momentum and masters that are stored there, but for momentum that is no view of one tensor."""
+        found = [self.stacked] if self.is_moved and self.stacked is not None else []
+        masters = (self.masters[id(param)] for param in self.params if id(param) in self.masters)
+        return found + [one for one in masters if one.device.type == "cpu" != self.device.type]
+
     def fetch(self, beside: Stream) -> None:
-        """Let momentum that is stored on the host travel while the device computes."""
-        if self.is_moved and self.stacked is not None:
-            with beside.beside():
-                stored = self.stacked.to(self.device, non_blocking=True)
-            self._fetched = _Fetched(stored, beside, beside.mark(), self.stacked._version)
+        """Let what is stored on the host travel while the device computes."""
+        self._fetched, stored = {}, self.on_host
+        if not stored:
+            return
+        with beside.beside():
+            copies = [one.to(self.device, non_blocking=True) for one in stored]
+        mark = beside.mark()
+        pairs = zip(stored, copies, strict=True)
+        self._fetched = {id(one): _Fetched(copy, beside, mark, one._version) for one, copy in pairs}
+
+    def _here(self, stored: Tensor) -> Tensor:
+        """``stored`` on the device: what was fetched, unless it has changed since."""
+        fetched = self._fetched.pop(id(stored), None)
+        if fetched is not None and fetched.version == stored._version:
+            return fetched.taken()
+        return stored.to(self.device, non_blocking=True)
 
     def put_momentum(self, start: int, end: int, momentum: Tensor) -> None:
         """Write a copy of momentum, which was changed, back to where it came from, rounded to the nearest."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
-from dmuon.kernels import HALF
+from dmuon.kernels import HALF, streams_of
 from dmuon.layout.matrices import Region
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.shards import Piece, Runs
@@ -26,6 +26,7 @@ from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import local_tensor
 
 MASTER = "master_weight"  # in the optimizer's state
+ON_HOST = "cpu"  # as an option: masters of matrices are kept there
 ROUNDING_STEP = "rounding_step"  # in a group: steps that were rounded
 _32_BITS = 2**32 - 1
 _CHUNK = 2**24  # elements that are rounded at once, for which there are 20 bytes each meanwhile
@@ -46,10 +47,13 @@ def is_rounded(group: Mapping[str, Any], param: Tensor) -> bool:
     return bool(group.get("bf16_stochastic_round")) and param.dtype == torch.bfloat16
 
 
-def new_master(param: Tensor) -> Tensor:
+def new_master(param: Tensor, *, on_host: bool = False) -> Tensor:
     """This rank's part of a master as ``param`` is now."""
     local = local_tensor(param).detach()
-    return torch.empty_like(local, dtype=torch.float32).copy_(local)
+    where: dict[str, Any] = {}
+    if on_host and not local.is_meta:
+        where = {"device": "cpu", "pin_memory": streams_of(local.device) is not None}
+    return torch.empty_like(local, dtype=torch.float32, **where).copy_(local)
 
 
 def new_masters(groups: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
@@ -59,7 +63,8 @@ def new_masters(groups: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
         for param in group["params"] if group["use_muon"] and group.get("master_weights") else ():
             if has_master(group, param):
                 local = local_tensor(param).detach()
-                masters[id(param)] = new_master(local if param.requires_grad else local.to("meta"))
+                local = local if param.requires_grad else local.to("meta")
+                masters[id(param)] = new_master(local, on_host=group["master_weights"] == ON_HOST)
     return masters
 
 

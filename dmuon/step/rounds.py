@@ -467,8 +467,7 @@ class Schedule:
     """The rounds of a step, and which of them have started when each one computes; worked out once for all steps.
 
     Args:
-        prefetch: counts for the rounds of each domain on its own. Momentum that is stored on the host comes one round
-            earlier.
+        prefetch: counts for the rounds of each domain on its own. What is stored on the host comes one round earlier.
     """
 
     def __init__(self, rounds: Sequence[Round], prefetch: int) -> None:
@@ -478,8 +477,7 @@ class Schedule:
         windows = iter(prefetch_windows([round_.queue for round_ in self._exchanged], prefetch))
         turn = 0  # of the next round to exchange
         self._turns: list[tuple[Round, Sequence[int]]] = []
-        moved = (batch for round_ in rounds for batch in round_.folded if batch.is_moved)
-        first = next(moved, None)
+        first = next((batch for round_ in rounds for batch in round_.folded if batch.is_moved or batch.on_host), None)
         self._beside = None if first is None else Stream(first.device)
         for round_ in rounds:
             ahead: Sequence[int] = range(turn, min(turn + prefetch, len(self._exchanged)))

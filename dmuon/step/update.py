@@ -228,6 +228,7 @@ def apply(
         if masters:
             batch.put(masters, matrices)
             torch._foreach_copy_(stored, matrices)
+            batch.keep_masters(start, masters)
         elif matrices is not stored:
             assert batch.places is not None, "of groups with the option there are"
             places = (batch.places.of(param).matrices(batch.region) for param in batch.params[start:end])

@@ -51,7 +51,8 @@ def one_form() -> Iterator[None]:
 def weights(name: str, device: str, keep: bool, micro: int, muon: dict[str, Any], comm: dict[str, Any]) -> Any:
     """Weights after a few steps, and batches that were orthogonalized during each step's backward."""
     options = {"comm": dmuon.CommOptions(**comm)} if LAYOUTS[name].dedicated else {}
-    laid = lay(name, build().to(device), keep=keep, device=torch.device(device), **options)
+    model = build().to(device, torch.bfloat16 if "master_weights" in muon else torch.float32)
+    laid = lay(name, model, keep=keep, device=torch.device(device), **options)
     if not LAYOUTS[name].dedicated:  # a plan from measured costs takes long here
         laid.config = dmuon.create_dtensor_config(costs="flops")
     optimizer = laid.optimizer(**FP32, **muon)
@@ -62,7 +63,11 @@ def weights(name: str, device: str, keep: bool, micro: int, muon: dict[str, Any]
             laid.backward(micro * step + part)
         optimizer.step()
         overlapped.append(optimizer.last_step.overlapped)
-    return {n: t.cpu() for n, t in full_state(laid.model).items()}, overlapped
+    found = {n: t.cpu() for n, t in full_state(laid.model).items()}
+    for i, param in enumerate(optimizer.param_groups[0]["params"] if "master_weights" in muon else ()):
+        found[f"master of matrix {i}"] = local_tensor(optimizer.state[param]["master_weight"])
+        assert found[f"master of matrix {i}"].device.type == muon["master_weights"]
+    return found, overlapped
 
 
 def compare(_rank: int, _world: int, name: str, keep: bool, micro: int, muon: Any, comm: Any) -> tuple[list[int], Any]:
@@ -96,6 +101,10 @@ CASES = {
             ("fsdp2-tp", HOST | HALF),
             ("fsdp2-hsdp", HOST | {"second_moment": "row"}),
         )
+    },
+    **{
+        f"{name} with masters on the host": (name, False, 1, {"master_weights": "cpu"} | muon, {})
+        for name, muon in (("fsdp2-2", {}), ("fsdp2-hsdp", HOST), ("fsdp2-tp", {"weight_decay_mode": "l2"}))
     },
     "members of the family": ("fsdp2-2", False, 1, {"second_moment": "element", **ON_SPHERE}, {}),
     "one collective after the other": ("1d-two-lines", False, 1, OVERLAP, {"asynchronous": False}),

@@ -15,11 +15,14 @@ stochastically, and rounded to the nearest.
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ import torch.nn.functional as F
 from common.harness import Record, run
 from common.options import Options, option
 from common.results import columns
+from torch import Tensor
+from torch.func import functional_call
 from training.data import EVALUATION_WINDOWS, Corpus, load_corpus
 from training.model import GPT, GPTConfig
 from training.trainer import lr_factor
@@ -87,8 +92,10 @@ def p_value(differences: Sequence[float]) -> float:
     return sum(mean >= abs(sum(differences)) * (1 - 1e-9) for mean in means) / len(means)
 
 
-def train(member: str, seed: int, config: GPTConfig, corpus: Corpus, steps: int, batch: int) -> float:
-    """The validation loss behind all steps."""
+def train(member: str, seed: int, config: GPTConfig, steps: int, batch: int) -> float:
+    """The validation loss behind all steps, by one thread of this process."""
+    torch.set_num_threads(1)
+    corpus = load_corpus()
     torch.manual_seed(seed)
     model = GPT(config)
     if member.partition("@")[0] in WEIGHTS_IN_BF16:
@@ -98,7 +105,7 @@ def train(member: str, seed: int, config: GPTConfig, corpus: Corpus, steps: int,
     for step in range(steps):
         tokens, targets = corpus.batch(seed, step, 0, batch, config.context)
         model.zero_grad()
-        F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()).backward()
+        loss_of(model, tokens, targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for one in (*optimizers, *schedulers):
             one.step()
@@ -108,7 +115,13 @@ def train(member: str, seed: int, config: GPTConfig, corpus: Corpus, steps: int,
 @torch.no_grad()
 def validation_loss(model: GPT, corpus: Corpus, context: int) -> float:
     tokens, targets = corpus.evaluation_batch(torch.arange(0, EVALUATION_WINDOWS, 8), context)
-    return float(F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()))
+    return float(loss_of(model, tokens, targets))
+
+
+def loss_of(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Computed in fp32 also of weights in bf16, whose gradients are rounded to that: few CPUs multiply bf16."""
+    weights = {name: param.float() for name, param in model.named_parameters()}
+    return F.cross_entropy(functional_call(model, weights, (tokens,)).flatten(0, 1), targets.flatten())
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +137,20 @@ class Settings(Options):
 
 
 def measure(settings: Settings) -> Record:
-    torch.set_num_threads(1)
     config = GPTConfig(settings.layers, settings.width, 4, 64)
-    corpus = load_corpus()
     rows: dict[str, Record] = {}
-    for member in settings.members:
-        losses = [train(member, seed, config, corpus, settings.steps, 16) for seed in settings.seeds]
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        runs = {
+            member: [pool.submit(train, member, seed, config, settings.steps, 16) for seed in settings.seeds]
+            for member in settings.members
+        }
+        losses_of = {member: [run_.result() for run_ in of_member] for member, of_member in runs.items()}
+    for member, losses in losses_of.items():
         first = rows[settings.members[0]]["losses"] if rows else losses
         differences = [a - b for a, b in zip(losses, first, strict=True)]
         rows[member] = {"losses": losses, "loss": statistics.mean(losses), "spread": statistics.pstdev(losses)}
         rows[member] |= {"difference": statistics.mean(differences), "p": p_value(differences)}
-    return {"corpus": corpus.name, "rows": rows}
+    return {"corpus": load_corpus().name, "rows": rows}
 
 
 def table(record: Record) -> str:

@@ -87,9 +87,9 @@ def test_four_ranks_pass_on_every_topology_that_fits() -> None:
 # What each rank runs before `main`, and the checks of which a line then fails.
 PLANTS = {
     "parity, collectives, ownership, same bits, checkpoint": """
-reference.DECAY = 5.0  # of the one process
+training.DECAY = 5.0  # of the one process
 expected = training.expected_traffic
-training.expected_traffic = lambda runtime: replace(expected(runtime), calls={"fill": 1})
+training.expected_traffic = lambda runtime, **given: replace(expected(runtime, **given), calls={"fill": 1})
 training.is_matrix = lambda name: name.endswith('up.weight')
 unsharded = training._unsharded
 training._unsharded = lambda model: {n: t + int(os.environ["RANK"]) * 1e-7 for n, t in unsharded(model).items()}
@@ -100,7 +100,6 @@ training.set_state_dict = lambda *args, **kwargs: None""",
 PROGRAM = """
 import os, sys
 from dataclasses import replace
-import dmuon.tools.check.reference as reference
 import dmuon.tools.check.training as training
 from dmuon.tools.cli.check import main
 

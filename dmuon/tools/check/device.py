@@ -15,8 +15,8 @@ from torch import Tensor
 
 import dmuon
 from dmuon.kernels import Variant, backend_fault, drop_graphs, muon_update_, orthogonalize
-from dmuon.tools.check.reference import newton_schulz
 from dmuon.tools.check.report import Board, Line
+from dmuon.tools.check.training import newton_schulz
 
 _NO_BUILD = "the kernel does not build"  # how a fault of the compiler begins, others are of the device
 _SHAPES = ((1024, 1024), (1000, 1536), (1024, 4096), (4096, 1024))

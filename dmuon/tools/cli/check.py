@@ -24,9 +24,8 @@ from pathlib import Path
 import torch
 
 from dmuon.tools.check.device import Machine, check_kernels, cuda_fault, describe
-from dmuon.tools.check.reference import Reference, train_alone
 from dmuon.tools.check.report import Board, Line, Ranks, Stopped
-from dmuon.tools.check.training import TOPOLOGIES, Layout, check_layout, layout_of
+from dmuon.tools.check.training import TOPOLOGIES, Layout, Reference, check_layout, layout_of, train_alone
 from dmuon.tools.cli.arguments import FAILED, BadArgument, Parser, number, removed, require_target, subset
 
 _ALWAYS = "all dtypes and both residencies are tried; write fewer --topologies"

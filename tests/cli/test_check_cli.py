@@ -17,8 +17,8 @@ import torch
 from harness.commands import command
 from harness.limits import PROGRAM_SECONDS
 
-from dmuon.tools.check import device, report, training
-from dmuon.tools.cli.check import launch
+from dmuon.tools.check import report, training
+from dmuon.tools.cli import check
 
 main = command("dmuon-check")
 
@@ -185,14 +185,14 @@ def test_bad_options_are_named_before_anything_runs(
 
 
 def test_a_first_run_has_a_rank_for_each_of_up_to_eight_gpus() -> None:
-    assert [launch(gpus, ["--first-run"])[4] for gpus in (0, 1, 2, 5, 16)] == [
+    assert [check.launch(gpus, ["--first-run"])[4] for gpus in (0, 1, 2, 5, 16)] == [
         f"--nproc-per-node={ranks}" for ranks in (2, 2, 2, 5, 8)
     ]
 
 
 # -- what forbids a run -------------------------------------------------------------------------------------------
 
-GPU = device.Machine("2.13", "0.1", "NCCL 2.30", "H100", "a")
+GPU = check.Machine("2.13", "0.1", "NCCL 2.30", "H100", "a")
 
 
 class TwoRanks:
@@ -220,13 +220,13 @@ def board_of(error: str | None = None, *lines: report.Line) -> report.Board:
         ({}, "info", "torch 2.13, dmuon 0.1, NCCL 2.30, 1 host, 2 × H100"),
         ({"device": "A100"}, "fail", "A100 on rank 1, H100 on rank 0; choose GPUs of one kind by CUDA_VISIBLE"),
         ({"torch_version": "2.12"}, "fail", "ranks differ in torch version: 2.12 on rank 1, 2.13 on rank 0; install"),
-        ({"fault": f"{device._NO_BUILD} (gcc)"}, "fail", "rank 1: the kernel does not build (gcc); Triton needs a C"),
+        ({"fault": f"{check._NO_BUILD} (gcc)"}, "fail", "rank 1: the kernel does not build (gcc); Triton needs a C"),
         ({"fault": "compute capability 7.5"}, "warn", "rank 1: compute capability 7.5; cuBLAS and operations of torch"),
     ],
 )
 def test_what_forbids_the_run_is_named_with_its_remedy(other: dict[str, str], status: str, text: str) -> None:
     board = board_of()
-    assert device.describe(board, [GPU, replace(GPU, **other)]) == 1  # type: ignore[arg-type]
+    assert check.describe(board, [GPU, replace(GPU, **other)]) == 1  # type: ignore[arg-type]
     line = board.lines[-1]
     assert line.status == status and text in line.text
     assert board.failed == (status == "fail")
@@ -237,7 +237,7 @@ def test_why_cuda_does_not_start_is_named(ended: Callable[..., Any], monkeypatch
         raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 10010)")
 
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is built without CUDA; install" in str(device.cuda_fault())
+    assert "is built without CUDA; install" in str(check.cuda_fault())
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", fail)
     done = ended(main, "--first-run")

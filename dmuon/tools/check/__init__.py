@@ -1,1 +1,1 @@
-"""What ``dmuon-check`` checks: a small model on every topology, against one process, and the kernels of a GPU."""
+"""What ``dmuon-check`` checks on every topology: a small model against one process; and how ranks report on it."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor
-from dmuon.dedicated.owned_tensor import LOCAL, EvenShard, Keeper, OwnedTensor
+from dmuon.dedicated.owned_tensor import LOCAL, EvenShard, OwnedTensor
 from dmuon.layout.shards import Run, layout_of
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.platform.log import logger
@@ -103,7 +103,7 @@ class OwnedState(OwnedTensor):
     def layout_key(self) -> Hashable:
         return (self.owners, self.chunks) if local_tensor(self).ndim == 1 else self.owners
 
-    def like(self, local: Tensor, keeper: Keeper | None = None) -> OwnedState:
+    def like(self, local: Tensor, keeper: Any = None) -> OwnedState:
         return _wrapped(self, local, self.fqn, self.chunks, self.spec)
 
     def boxed(self) -> list[tuple[Box, Tensor]]:

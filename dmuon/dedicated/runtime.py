@@ -60,7 +60,7 @@ from dmuon.step.residency import Residency
 class Runtime:
     """The blocks of one dedicated model and the order in which their weights and gradients move.
 
-    It is the :class:`Keeper` of the owned parameters.
+    Owned parameters know it, weakly, as their ``keeper``: it hears what users do to them.
 
     Args:
         roots: the model, or several modules that were dedicated together, none of which begins a forward; by the
@@ -398,17 +398,19 @@ class Runtime:
                 f"the weights of block {block.name!r} changed between its forward and its backward; run backward "
                 "before step(), load_state_dict() or edits"
             )
-        backward = block.backward = current_backward()
-        assert backward is not None, "gradient hooks run inside a backward pass"
-        if backward not in self.backwards:
-            self.backwards.add(backward)
-            on_backward_end(partial(self._root_post_backward, backward))
+        block.backward = self._note_backward()
+        assert block.backward is not None, "gradient hooks run inside a backward pass"
 
-    def _replicated_gradient_arrived(self) -> bool:
+    def _note_backward(self) -> int | None:
+        """The backward pass that runs now, at whose end gradients are reduced and visible."""
         backward = current_backward()
         if backward is not None and backward not in self.backwards:
             self.backwards.add(backward)
             on_backward_end(partial(self._root_post_backward, backward))
+        return backward
+
+    def _replicated_gradient_arrived(self) -> bool:
+        self._note_backward()
         return self.reduces
 
     def _post_backward(self, block: Block) -> None:
@@ -487,5 +489,5 @@ def _notice(of_runtime: weakref.ref[Runtime], of_block: weakref.ref[Block], whol
 
 def runtime_of(param: Tensor) -> Runtime | None:
     """The runtime that moves the weights of ``param``; None if it is not owned."""
-    keeper = param.keeper if isinstance(param, OwnedTensor) else None
-    return keeper if isinstance(keeper, Runtime) else None
+    runtime: Runtime | None = param.keeper if isinstance(param, OwnedTensor) else None
+    return runtime

@@ -74,8 +74,7 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
     group = make_group(device, [members], "exchange", timeout)
     with named(f"first use of the process group of ranks {list(members)}"):
         connect(group, device, exchanges=True, gathers=True)
-    rank = this_rank()
-    return Domain(members, position_in(members, rank), device, group, Monitor(rank, group, device))
+    return Domain(members, position_in(members, this_rank()), device, group, Monitor(group, device))
 
 
 class AllToAll:

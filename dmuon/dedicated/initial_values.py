@@ -33,13 +33,13 @@ def share_initial_values(
     model: nn.Module, weights: Sequence[Weight], comm: Comm, initialize: Initialize | None
 ) -> dict[str, Tensor]:
     """Make the first rank's values everyone's; returns the masters of this rank by name. Collective."""
-    by_tensor = {id(weight.param): weight for weight in weights}
+    by_tensor = {id(weight.route.param): weight for weight in weights}
     masters: dict[str, Tensor] = {}
     replaced: dict[int, Tensor] = {}
     for tensor, value in _initial_values(model, comm, initialize):
         weight = by_tensor.get(id(tensor))
         if weight is not None:
-            masters[weight.fqn] = initial_master(value, weight, comm)
+            masters[weight.route.fqn] = initial_master(value, weight, comm)
         elif tensor.is_meta:
             replaced[id(tensor)] = _replacement(tensor, value, comm.device)
         elif comm.position:

@@ -37,10 +37,9 @@ from dmuon.layout.matrices import Parcel, Region, numbered, spread_over_all, sta
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Position, position_in
 from dmuon.model.matrix_spec import is_one_matrix, remember_spec, spec_of
+from dmuon.model.routing import Route
 from dmuon.platform.torch_private import accumulation_hooks, contiguous_strides, local_tensor, move_hooks
 from dmuon.step.residency import placed_with_one_input
-
-Sites = tuple[tuple[nn.Module, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +118,18 @@ class Weight:
     """A tensor that is to be owned.
 
     Attributes:
-        param: has the initial values.
-        sites: every ``(module, attribute)`` that holds it.
+        route: its parameter, which has the initial values, everything that holds it, and its block.
         parts: its matrices, and their owners.
-        block: name of the block that it lies in.
-        tensor: how tensor parallelism splits it; None without.
     """
 
-    fqn: str
-    param: nn.Parameter
-    sites: Sites
+    route: Route
     parts: tuple[Part, ...]
-    block: str
-    tensor: TensorSharding | None = None
+
+    @property
+    def tensor(self) -> TensorSharding | None:
+        """How tensor parallelism splits it; None without."""
+        param = self.route.param
+        return TensorSharding(param.device_mesh, param.placements[0]) if isinstance(param, DTensor) else None
 
     @property
     def owners(self) -> tuple[Position, ...]:
@@ -234,12 +232,12 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
         whole: memory of what one data-parallel rank computes with, in that shape.
         master: what this rank owns of it, as :func:`initial_master` makes it.
     """
-    param, sharding = weight.param, weight.tensor
+    route, param, sharding = weight.route, weight.route.param, weight.tensor
     mesh = comm.mesh
     placements: list[Placement] = [Shard(0)] * mesh.ndim
     if sharding is not None:  # which adds a dimension behind those of data parallelism
         mesh, placements = comm.tensor_mesh, [*placements, sharding.placement]
-    wrapper = owned_tensor(master, mesh, param.shape, fqn=weight.fqn, owners=weight.owners, placements=placements)
+    wrapper = owned_tensor(master, mesh, param.shape, fqn=route.fqn, owners=weight.owners, placements=placements)
     rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
     assert isinstance(rest, OwnedTensor)
     # `.data` gives the view a version counter of its own: filling the buffer must not look to autograd like an edit of
@@ -249,8 +247,8 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
         filled = sharding.wrap(filled, param.shape)
     full = whole_parameter(filled, rest)
     mine = weight.owned_at(comm.position)
-    places = [(module._parameters, name) for module, name in weight.sites]
-    matrix = OwnedMatrix(weight.fqn, param.shape, weight.parts, mine, rest, full, local_tensor(rest), places, sharding)
+    places = [(module._parameters, name) for module, name in route.sites]
+    matrix = OwnedMatrix(route.fqn, param.shape, weight.parts, mine, rest, full, local_tensor(rest), places, sharding)
     for held, name in places:
         held[name] = rest
     move_hooks(param, rest)

@@ -344,24 +344,23 @@ def _agree(
         except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
             return fault
 
+    fault: Exception | None = None
     try:
         inspected = run_awaited(group, mesh_device(device_type), "inspecting models", look)
         if isinstance(inspected, Exception):
             agree(group, inspected)
             raise inspected
         seats = require_same(group, topology.ranks, None, inspected.description, inspected.seat)
-    except Exception as fault:
-        _agree_along_tensor(model, topology, fault)
-        raise
-    _agree_along_tensor(model, topology, None)
+    except Exception as error:
+        fault = error
+    # The other tensor-parallel ranks have agreed among their own data-parallel ones only.
+    across = tensor_group_of(model, topology.ranks)
+    if across is not None:
+        agree(across, fault)
+    if fault is not None:
+        raise fault
+    assert isinstance(inspected, Inspected)
     return inspected, seats
-
-
-def _agree_along_tensor(model: nn.Module | Sequence[nn.Module], topology: Topology, fault: Exception | None) -> None:
-    """Carry a fault to the other tensor-parallel ranks, which have agreed among their own data-parallel ones only."""
-    group = tensor_group_of(model, topology.ranks)
-    if group is not None:
-        agree(group, fault)
 
 
 def _connect(

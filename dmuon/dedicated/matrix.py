@@ -190,10 +190,6 @@ class OwnedMatrix:
         """A copy of what this rank owns of ``whole``, ``local_shape``, shaped as the master."""
         return joined([part.take(whole) for part in self.mine], whole).view(self.master.shape)
 
-    def like_rest(self, local: Tensor, name: str) -> OwnedTensor:
-        """Wrap ``local``, shaped as the master, in the layout of the resting form."""
-        return owned_like(self.rest, local, name)
-
     def set_grad(self, local: Tensor) -> None:
         """Add ``local``, shaped as the master, to the gradient of the resting form."""
         before = REDUCED_GRAD.__get__(self.rest)
@@ -283,7 +279,7 @@ def of_rows(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
 
 def of_elements(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
     """What says of ``local``, shaped as the master, what ``matrix`` says of that."""
-    rest = matrix.like_rest(local, fqn)
+    rest = owned_like(matrix.rest, local, fqn)
     remember_spec(rest, spec_of(matrix.rest))
     return replace(matrix, fqn=fqn, rest=rest, master=local, places=(), empty_grad=None)
 

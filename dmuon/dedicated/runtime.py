@@ -44,7 +44,6 @@ from dmuon.dedicated.owned_state import state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import ManagedModules
 from dmuon.layout.topology import GlobalRank
-from dmuon.model.blocks import canonical_fqn
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import (
@@ -141,13 +140,6 @@ class Runtime:
     def param_ids(self) -> set[int]:
         """Of everything that the model has."""
         return {id(p) for _, p in self.managed.named_parameters()} | self.by_rest.keys()
-
-    def unclaimed(self, claimed: set[int]) -> list[str]:
-        """Names of tensors of two dimensions or more that have a gradient and are not among the ids ``claimed``."""
-        named: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in self.matrices()]
-        others = self.managed.named_parameters()
-        named += [(canonical_fqn(n), p) for n, p in others if not isinstance(p, OwnedTensor)]
-        return [name for name, p in named if p.ndim >= 2 and p.grad is not None and id(p) not in claimed]
 
     @property
     def name(self) -> str:

@@ -42,7 +42,7 @@ class Settings(Options):
 
 def models_of(settings: Settings) -> dict[str, list[Matrix]]:
     paths = sorted(Path(settings.models).glob("*.json"))
-    return {path.stem: [Matrix(m.name, m.rows, m.cols, m.block) for m in read_model(path)] for path in paths}
+    return {path.stem: read_model(path) for path in paths}
 
 
 def solve(matrices: Sequence[Matrix], ranks: int, costs: CostTable) -> Record:

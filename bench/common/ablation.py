@@ -73,7 +73,7 @@ def predicted() -> dict[str, float]:
     """Milliseconds of the slowest rank's Newton–Schulz, by level, after the shipped model of products."""
     model, machine, world = PREDICTED
     folder = Path(__file__).parents[2] / "examples" / "models"
-    matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in read_model(folder / f"{model}.json")]
+    matrices = read_model(folder / f"{model}.json")
     device, counts = HARDWARE[machine].device, Counter(m.shape for m in matrices)
     tuned = wave_costs(device, counts)
     textbook = CostTable({shape: {1: _standard_ns(device, *shape)} for shape in counts})

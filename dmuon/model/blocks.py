@@ -10,23 +10,6 @@ import torch.nn as nn
 
 from dmuon.model.makeup import EMBEDDINGS, INPUT_EMBEDDING, RECURRENT, Holder, Makeup
 
-
-@dataclass(frozen=True, slots=True)
-class MatrixShape:
-    """The shape of one matrix inside a block.
-
-    Attributes:
-        name: canonical name of the parameter.
-        rows, cols: sides of the matrix, as ``nn.Linear`` stores it: (out features, in features).
-        block: canonical name of its block.
-    """
-
-    name: str
-    rows: int
-    cols: int
-    block: str
-
-
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 # Their forward, or a fast path of it, computes with their children's weights without calling them.

@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -62,8 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
         require_target("--json", arguments.json)
     machine = hardware(arguments.device or _DEFAULT_DEVICE, **_overrides(arguments.set))
     topology = _topology(arguments, machine)
-    shapes = read_model(arguments.model)
-    matrices = [Matrix(m.name, m.rows, m.cols, m.block, 2 * m.rows * m.cols) for m in shapes]  # bf16 travels
+    matrices = [replace(m, nbytes=2 * m.rows * m.cols) for m in read_model(arguments.model)]  # bf16 travels
     workload = Workload.from_config(
         arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
     )

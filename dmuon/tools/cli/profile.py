@@ -117,7 +117,7 @@ def _counts(model: str | None, shapes: str, limit: int) -> Counter[Shape]:
     """Matrices per shape; of a shape that is named, ``limit``."""
     counts: Counter[Shape] = Counter()
     if model is not None:
-        counts.update((min(m.rows, m.cols), max(m.rows, m.cols)) for m in read_model(model))
+        counts.update(matrix.shape for matrix in read_model(model))
     for text in filter(None, (part.strip() for part in shapes.split(","))):
         try:
             small, large = sorted(parse_shape(text))

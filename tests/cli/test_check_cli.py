@@ -17,7 +17,7 @@ import torch
 from harness.commands import command
 from harness.limits import PROGRAM_SECONDS
 
-from dmuon.tools.check import report, training
+from dmuon.tools.check import TOPOLOGIES, Layout, Line, layout_of
 from dmuon.tools.cli import check
 
 main = command("dmuon-check")
@@ -100,7 +100,7 @@ training.set_state_dict = lambda *args, **kwargs: None""",
 PROGRAM = """
 import os, sys
 from dataclasses import replace
-import dmuon.tools.check.training as training
+import dmuon.tools.check as training
 from dmuon.tools.cli.check import main
 
 def raise_on(owner, name, ranks):
@@ -203,15 +203,15 @@ class TwoRanks:
     class timeout:
         total_seconds = staticmethod(lambda: 10.0)
 
-    def __init__(self, error: str | None = None, lines: list[report.Line] | None = None) -> None:
+    def __init__(self, error: str | None = None, lines: list[Line] | None = None) -> None:
         self.other = (error, False, lines or [])
 
     def gather(self, item: Any) -> list[Any]:
         return [item, self.other]
 
 
-def board_of(error: str | None = None, *lines: report.Line) -> report.Board:
-    return report.Board(TwoRanks(error, [*lines]))  # type: ignore[arg-type]
+def board_of(error: str | None = None, *lines: Line) -> check.Board:
+    return check.Board(TwoRanks(error, [*lines]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -256,14 +256,14 @@ def test_why_cuda_does_not_start_is_named(ended: Callable[..., Any], monkeypatch
     ],
 )
 def test_the_worst_rank_decides(here: float, there: float, text: str) -> None:
-    board = board_of(None, report.Line("x", "there", there, 1, "error"))
-    board.judge("x", "1d 2", lambda: [report.Line("x", "here", here, 1, "error")])
+    board = board_of(None, Line("x", "there", there, 1, "error"))
+    board.judge("x", "1d 2", lambda: [Line("x", "here", here, 1, "error")])
     [line] = board.lines
     assert line.text == text and line.status == ("pass" if there < 1 else "fail")
 
 
 def test_the_same_error_on_all_ranks_fails_one_line_and_goes_on() -> None:
-    def fail() -> list[report.Line]:
+    def fail() -> list[Line]:
         raise ValueError("rank 0 cannot")
 
     board = board_of("ValueError: rank 1 cannot")
@@ -273,17 +273,17 @@ def test_the_same_error_on_all_ranks_fails_one_line_and_goes_on() -> None:
 
 def test_an_error_on_some_ranks_only_stops() -> None:
     board = board_of("ValueError: there")
-    with pytest.raises(report.Stopped):
+    with pytest.raises(check.Stopped):
         board.judge("x", "1d 2", list)
     assert board.lines[0].text == "on 1 ranks, first rank 1: ValueError: there"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 64])
-@pytest.mark.parametrize("name", training.TOPOLOGIES)
+@pytest.mark.parametrize("name", TOPOLOGIES)
 def test_layouts_use_every_rank(name: str, world: int) -> None:
     for hosts in (1, 2, 4):
-        layout = training.layout_of(name, world, hosts)
-        if isinstance(layout, training.Layout):
+        layout = layout_of(name, world, hosts)
+        if isinstance(layout, Layout):
             assert math.prod(extent for _, extent in layout.dims) == world
         else:
             assert layout.startswith("needs ")

@@ -16,7 +16,7 @@ from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
 from dmuon.solver import CostTable, Matrix, Method, Plan, Rank, Shape, SolveOptions, plan
-from dmuon.tools.cli.arguments import (
+from dmuon.tools.cli import (
     BadArgument,
     Parser,
     count,

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from textwrap import fill
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from dmuon.dedicated.dedication import dedications
 from dmuon.kernels import coefficient_sequence
 from dmuon.platform.torch_private import TorchDispatchMode, local_tensor
 from dmuon.report.accounting import expected_exchange, expected_traffic
-from dmuon.tools.check.report import Line
 
 # -- in one process -------------------------------------------------------------------------------------------------
 
@@ -157,6 +157,30 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 # -- on all ranks ---------------------------------------------------------------------------------------------------
 
 TOPOLOGIES = ("1d", "hsdp", "ddp", "cp", "tp", "tp-hsdp", "fsdp2", "fsdp2-hsdp", "fsdp2-tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the report; of what a check has measured, it passes if ``value`` is at most ``limit``.
+
+    Attributes:
+        unit: how ``value`` is named when it is printed; empty where it is a count of what is wrong.
+        where: on which topology, or of which ranks.
+    """
+
+    check: str
+    text: str
+    value: float = 0
+    limit: float = 0
+    unit: str = ""
+    status: Literal["pass", "fail", "skip", "warn", "info"] = "info"
+    where: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.status:<6}{self.check:<13}" + (f"{self.where:<28}" if self.where else "")
+        return fill(
+            head + self.text, 100, subsequent_indent=" " * len(head), break_long_words=False, break_on_hyphens=False
+        )
 
 
 @dataclass(frozen=True, slots=True)

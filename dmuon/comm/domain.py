@@ -413,22 +413,6 @@ class _LineLoad:
         self.transport = choose_transport("auto", sizes, len(line.ranks), backend_of(line.group, device))
         self.spans = lay_spans(self.transport, sizes, len(line.ranks))
 
-    @property
-    def calls(self) -> int:
-        """Collectives."""
-        return 1 if self.transport == "single" else len(self.spans.filled)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parts, with padding where it travels."""
-        return self.spans.size
-
-    @property
-    def numel_out(self) -> int:
-        """The same of this rank's own."""
-        start, end = self.spans[self.line.position]
-        return end - start
-
     def region(self, updates: dict[int, Tensor], like: Tensor) -> tuple[Tensor, Parts]:
         """Memory for all parts, of which this rank's own have their content; they are taken out of ``updates``."""
         region, parts = scratch(self.transport, self.spans, like.dtype, like.device)

@@ -126,9 +126,8 @@ def expected_traffic(runtime: Runtime, micro_batches: int = 1, *, ns_dtype: torc
 
     def count(purpose: str, transport: Transport, spans: Spans, itemsize: int, times: int = 1) -> None:
         """What owners send of a flat region, or get of its gradients, so many times."""
-        sizes = [end - start for start, end in spans.filled.values()]  # with padding
-        calls[purpose] += times if transport == "single" else times * len(sizes)
-        nbytes[purpose] += times * sum(sizes) * itemsize
+        calls[purpose] += times * _calls(transport, spans)
+        nbytes[purpose] += times * spans.size * itemsize
 
     for buffer in runtime.buffers:
         layout, weight, gradient = buffer.layout, _itemsize(buffer), buffer.reduce_dtype.itemsize
@@ -180,8 +179,9 @@ def _exchange_of(round_: ExchangedRound, group: Mapping[str, Any], device: torch
     before, after = (numerics.storage if normalized else dtype).itemsize, numerics.storage.itemsize
     gather, scatter = (AllToAll(routes, round_.domain) for routes in zip(*round_.routes, strict=True))
     loads = round_.copies.loads  # what goes on to copies is padded where it travels together
-    copied = after * sum(load.numel_out for load in loads)
-    calls, summed = gather.travels + scatter.travels + sum(load.calls for load in loads), 0
+    copied = after * sum(end - start for start, end in (load.spans[load.line.position] for load in loads))
+    calls = gather.travels + scatter.travels + sum(_calls(load.transport, load.spans) for load in loads)
+    summed = 0
     if isinstance(round_, ShardedRound):
         for batch in round_.batches:
             if batch.parcel.is_for(here):
@@ -191,12 +191,17 @@ def _exchange_of(round_: ExchangedRound, group: Mapping[str, Any], device: torch
     return ExchangeBudget(
         calls=calls,
         received_before=before * sum(gather.incoming),
-        received_after=after * (sum(scatter.incoming) + sum(load.numel for load in loads)) - copied,
+        received_after=after * (sum(scatter.incoming) + sum(load.spans.size for load in loads)) - copied,
         sent_before=before * sum(gather.outgoing),
         sent_after=after * sum(scatter.outgoing) + copied,
         copied=copied,
         summed=summed,
     )
+
+
+def _calls(transport: Transport, spans: Spans) -> int:
+    """Collectives that carry a flat region."""
+    return 1 if transport == "single" else len(spans.filled)
 
 
 def _itemsize(buffer: OwnedBuffer) -> int:

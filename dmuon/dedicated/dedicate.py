@@ -350,7 +350,7 @@ def _agree(
         if isinstance(inspected, Exception):
             agree(group, inspected)
             raise inspected
-        seats = require_same(group, topology.ranks, None, inspected.description, inspected.seat)
+        seats = require_same(group, None, inspected.description, inspected.seat)
     except Exception as error:
         fault = error
     # The other tensor-parallel ranks have agreed among their own data-parallel ones only.
@@ -381,7 +381,7 @@ def _connect(
     if topology.tensor > 1:
         control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
         # Before the other groups: which are made goes by the options.
-        seats = require_same(control, topology.ranks, None, inspected.description, inspected.seat)
+        seats = require_same(control, None, inspected.description, inspected.seat)
     context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
     return context, seats
 

@@ -24,7 +24,7 @@ from dmuon.comm.context import Comm
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import BufferState, GradState
-from dmuon.dedicated.matrix import OwnedMatrix, Part, of_elements, of_rows, resting, whole_parameter
+from dmuon.dedicated.matrix import OwnedMatrix, Part, as_dtensor, of_elements, of_rows, resting, whole_parameter
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_like
 from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
@@ -260,7 +260,9 @@ def _whole(comm: Comm, matrix: OwnedMatrix) -> nn.Parameter:
                 with comm.monitor.watch(f"broadcast of {matrix.fqn!r} for summon_full_params"):
                     dist.broadcast(value, src=comm.ranks[part.owner], group=comm.group)
             part.write(whole, value)
-    return whole_parameter(whole if matrix.tensor is None else matrix.tensor.wrap(whole, matrix.shape), matrix.rest)
+    if isinstance(matrix.full, DTensor):
+        whole = as_dtensor(whole, matrix.full.device_mesh, matrix.full.placements, matrix.shape)
+    return whole_parameter(whole, matrix.rest)
 
 
 # -- as an optimizer sees it ------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from operator import itemgetter
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from dmuon.comm.agreement import Vote
@@ -25,7 +26,7 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.replicated import GradAverager, ManagedModules
 from dmuon.kernels import streams_of
 from dmuon.platform.streams import Origin
-from dmuon.platform.torch_private import accumulation_hooks
+from dmuon.platform.torch_private import accumulation_hooks, local_tensor
 from dmuon.step.residency import Options, like_param
 
 Landed = Callable[[Sequence[Tensor]], None]
@@ -94,8 +95,10 @@ class GradReduction:
             if matrix is not last:
                 last, grad = matrix, matrix.full.grad
                 matrix.full.grad = None
-                if matrix.tensor is not None and grad is not None:
-                    grad = matrix.tensor.local_grad(grad)
+                if isinstance(grad, DTensor) and isinstance(matrix.full, DTensor):
+                    if grad.placements != matrix.full.placements:  # as autograd has left it; collective then
+                        grad = grad.redistribute(placements=matrix.full.placements)
+                    grad = local_tensor(grad)
             if grad is not None:
                 used.add(matrix)
             if start == end:  # another tensor-parallel rank has it, and perhaps nothing goes to that owner

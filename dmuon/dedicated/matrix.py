@@ -42,31 +42,6 @@ from dmuon.platform.torch_private import accumulation_hooks, contiguous_strides,
 from dmuon.step.residency import placed_with_one_input
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSharding:
-    """How tensor parallelism splits a tensor.
-
-    Attributes:
-        mesh: 1-D.
-        placement: ``Shard(…)`` or ``Replicate()``.
-    """
-
-    mesh: DeviceMesh
-    placement: Placement
-
-    def wrap(self, part: Tensor, shape: torch.Size) -> DTensor:
-        """Make the DTensor of global ``shape`` whose local part is ``part``, sharing its storage."""
-        return as_dtensor(part, self.mesh, [self.placement], shape)
-
-    def local_grad(self, grad: Tensor) -> Tensor:
-        """This rank's part of a gradient that autograd has left, perhaps with other placements. Collective then."""
-        if not isinstance(grad, DTensor):
-            return grad
-        if tuple(grad.placements) != (self.placement,):
-            grad = grad.redistribute(placements=[self.placement])
-        return local_tensor(grad)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """One matrix of an owned tensor, which may be all of it.
@@ -126,12 +101,6 @@ class Weight:
     parts: tuple[Part, ...]
 
     @property
-    def tensor(self) -> TensorSharding | None:
-        """How tensor parallelism splits it; None without."""
-        param = self.route.param
-        return TensorSharding(param.device_mesh, param.placements[0]) if isinstance(param, DTensor) else None
-
-    @property
     def owners(self) -> tuple[Position, ...]:
         """Of each part, its position among the data-parallel ranks."""
         return tuple(part.owner for part in self.parts)
@@ -152,11 +121,10 @@ class OwnedMatrix:
         parts: its matrices, in order.
         mine: those of which this rank has the masters.
         rest: the resting form, a parameter like ``full``.
-        full: what modules compute with.
+        full: what modules compute with; with tensor parallelism a DTensor, of whose local part are masters and buffers.
         master: fp32; on its owner ``(m, n)``, or its tensor-parallel part, elsewhere no rows; flat if there are parts.
         places: where modules find it: their dictionaries of parameters, and its name there. Not the modules: these own
             what dmuon knows of them, not the reverse.
-        tensor: how tensor parallelism splits it; masters and buffers then hold this rank's part.
         empty_grad: the gradient on ranks that own no part; one serves all steps.
     """
 
@@ -168,7 +136,6 @@ class OwnedMatrix:
     full: nn.Parameter
     master: Tensor
     places: Sequence[tuple[dict[str, Any], str]]
-    tensor: TensorSharding | None = None
     empty_grad: OwnedTensor | None = None
 
     @property
@@ -228,23 +195,22 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
         whole: memory of what one data-parallel rank computes with, in that shape.
         master: what this rank owns of it, as :func:`initial_master` makes it.
     """
-    route, param, sharding = weight.route, weight.route.param, weight.tensor
+    route, param = weight.route, weight.route.param
     mesh = comm.mesh
     placements: list[Placement] = [Shard(0)] * mesh.ndim
-    if sharding is not None:  # which adds a dimension behind those of data parallelism
-        mesh, placements = comm.tensor_mesh, [*placements, sharding.placement]
-    wrapper = owned_tensor(master, mesh, param.shape, fqn=route.fqn, owners=weight.owners, placements=placements)
-    rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
-    assert isinstance(rest, OwnedTensor)
     # `.data` gives the view a version counter of its own: filling the buffer must not look to autograd like an edit of
     # the weights that it saved.
     filled: Tensor = whole.data
-    if sharding is not None:
-        filled = sharding.wrap(filled, param.shape)
+    if isinstance(param, DTensor):  # tensor parallelism adds a dimension behind those of data parallelism
+        mesh, placements = comm.tensor_mesh, [*placements, *param.placements]
+        filled = as_dtensor(filled, param.device_mesh, param.placements, param.shape)
+    wrapper = owned_tensor(master, mesh, param.shape, fqn=route.fqn, owners=weight.owners, placements=placements)
+    rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
+    assert isinstance(rest, OwnedTensor)
     full = whole_parameter(filled, rest)
     mine = weight.owned_at(comm.position)
     places = [(module._parameters, name) for module, name in route.sites]
-    matrix = OwnedMatrix(route.fqn, param.shape, weight.parts, mine, rest, full, local_tensor(rest), places, sharding)
+    matrix = OwnedMatrix(route.fqn, param.shape, weight.parts, mine, rest, full, local_tensor(rest), places)
     for held, name in places:
         held[name] = rest
     move_hooks(param, rest)
@@ -264,17 +230,16 @@ def of_rows(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
         region = replace(part.region, stack=stack, runs=runs)
         parts.append(replace(part, shape=(m, n), local_shape=(rows, columns), region=region, parcel=None))
     numbers = {part.number for part in matrix.mine}
-    placements, tensor = list(matrix.rest.placements), matrix.tensor
-    if tensor is not None:
+    placements, full = list(matrix.rest.placements), local.new_empty(local_shape, device="meta")
+    if isinstance(matrix.full, DTensor):
         placements[-1:] = placed_with_one_input(matrix.shape, shape, placements[-1:])
-        tensor = TensorSharding(tensor.mesh, placements[-1])
+        full = as_dtensor(full, matrix.full.device_mesh, placements[-1:], shape)
     rest = owned_tensor(
         local, matrix.rest.device_mesh, shape, fqn=fqn, owners=matrix.rest.owners, placements=placements
     )
     remember_spec(rest, spec)
-    full = nn.Parameter(local.new_empty(local_shape, device="meta"), requires_grad=False)
     mine = tuple(part for part in parts if part.number in numbers)
-    return OwnedMatrix(fqn, shape, tuple(parts), mine, rest, full, local, (), tensor)
+    return OwnedMatrix(fqn, shape, tuple(parts), mine, rest, nn.Parameter(full, requires_grad=False), local, ())
 
 
 def of_elements(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:

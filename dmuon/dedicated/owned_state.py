@@ -224,7 +224,7 @@ def own_part(value: Tensor, matrix: OwnedMatrix) -> Tensor:
         part = local_tensor(value)
     else:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if matrix.tensor is not None:
+        if isinstance(matrix.full, DTensor):
             whole = whole[_slices((_origin(matrix), tuple(matrix.local_shape)))]
         part = matrix.own_part(whole)
     return part.to(device=master.device, dtype=master.dtype)
@@ -241,10 +241,10 @@ def lies_as(value: OwnedTensor, rest: OwnedTensor) -> bool:
 
 def _origin(matrix: OwnedMatrix) -> tuple[int, ...]:
     """Where what this rank computes with begins in the whole tensor."""
-    if matrix.tensor is None:
+    if not isinstance(matrix.full, DTensor):
         return (0,) * len(matrix.shape)
-    mesh = matrix.tensor.mesh
-    pieces = layout_of(matrix.shape, [mesh.size()], [matrix.tensor.placement]).pieces
+    mesh = matrix.full.device_mesh
+    pieces = layout_of(matrix.shape, [mesh.size()], matrix.full.placements).pieces
     return tuple(runs[0][0] if runs else 0 for runs in pieces[mesh.get_local_rank()].runs)
 
 

@@ -27,10 +27,9 @@ from dmuon.tools.cli import (
     require_target,
     seconds,
 )
-from dmuon.tools.simulation.hardware import HARDWARE, Device, Hardware, Topology, hardware
+from dmuon.tools.simulation.hardware import HARDWARE, Device, Hardware, Topology, describe, hardware, wave_costs
 from dmuon.tools.simulation.prediction import meshes, recommend, report
 from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
-from dmuon.tools.simulation.wave_model import describe, wave_costs
 
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"

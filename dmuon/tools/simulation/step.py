@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from dmuon.model.config import ModelConfig, expert_count, matrices_of
 from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Matrix, Plan
-from dmuon.tools.simulation.hardware import Collective, Group, Hardware, Topology, travel
-from dmuon.tools.simulation.wave_model import UPDATE_BYTES
+from dmuon.tools.simulation.hardware import UPDATE_BYTES, Collective, Group, Hardware, Topology, travel
 
 # -- what a model computes ------------------------------------------------------------------------------------------
 

@@ -342,7 +342,8 @@ class Monitor:
             CollectiveError: the launch failed, or something before it.
             torch.OutOfMemoryError: as it came; the model can still be used if it came on all ranks.
         """
-        self._require_sound(what)
+        if self._journal.broken is not None:
+            self._refuse(what)
         if lane is not None:
             self.note(lane, what)
         try:
@@ -372,7 +373,8 @@ class Monitor:
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
         """Around a blocking collective."""
-        self._require_sound(what)
+        if self._journal.broken is not None:
+            self._refuse(what)
         wait = self.note_wait(what)
         try:
             yield
@@ -436,10 +438,8 @@ class Monitor:
             raise CollectiveError(f"{message}. Before that: {self._journal.broken}") from error
         self._break(f"{message}. {LATE}", error)
 
-    def _require_sound(self, what: str) -> None:
-        broken = self._journal.broken
-        if broken is not None:
-            raise CollectiveError(f"{what} was not started, because an earlier collective failed: {broken}")
+    def _refuse(self, what: str) -> NoReturn:
+        raise CollectiveError(f"{what} was not started, because an earlier collective failed: {self._journal.broken}")
 
     def _break(self, message: str, cause: Exception | None = None) -> NoReturn:
         self._journal.broken = message

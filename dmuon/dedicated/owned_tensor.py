@@ -161,13 +161,13 @@ class OwnedTensor(SavedInBoxes, DTensor):
     def grad(self) -> Tensor | None:
         """The reduced gradient; where none is, this rank's own that waits for a backward with synchronization."""
         grad: Tensor | None = REDUCED_GRAD.__get__(self)
-        if grad is None and (keeper := self.keeper) is not None:
+        if grad is None and self._keeper is not None and (keeper := self._keeper()) is not None:
             grad = keeper.waiting_grad(self)
         return grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if (keeper := self.keeper) is not None:
+        if self._keeper is not None and (keeper := self._keeper()) is not None:
             keeper.drop_waiting(self)
         REDUCED_GRAD.__set__(self, value)
 

@@ -390,19 +390,17 @@ class Runtime:
                 f"the weights of block {block.name!r} changed between its forward and its backward; run backward "
                 "before step(), load_state_dict() or edits"
             )
-        block.backward = self._note_backward()
-        assert block.backward is not None, "gradient hooks run inside a backward pass"
+        backward = block.backward = current_backward()
+        assert backward is not None, "gradient hooks run inside a backward pass"
+        if backward not in self.backwards:
+            self.backwards.add(backward)
+            on_backward_end(partial(self._root_post_backward, backward))
 
-    def _note_backward(self) -> int | None:
-        """The backward pass that runs now, at whose end gradients are reduced and visible."""
+    def _replicated_gradient_arrived(self) -> bool:
         backward = current_backward()
         if backward is not None and backward not in self.backwards:
             self.backwards.add(backward)
             on_backward_end(partial(self._root_post_backward, backward))
-        return backward
-
-    def _replicated_gradient_arrived(self) -> bool:
-        self._note_backward()
         return self.reduces
 
     def _post_backward(self, block: Block) -> None:

@@ -37,10 +37,9 @@ from gpu.steps import AGAIN, settings_of
 
 from dmuon.planning.cost_cache import CostCache, user_cache_path
 from dmuon.planning.device_key import NsOptions, device_key
-from dmuon.tools.simulation.hardware import HARDWARE
+from dmuon.tools.simulation.hardware import HARDWARE, Product, product_s, wave_costs
 from dmuon.tools.simulation.prediction import ERROR
 from dmuon.tools.simulation.step import Program
-from dmuon.tools.simulation.wave_model import Product, product_s, wave_costs
 
 _BENCH = Path(__file__).resolve().parent
 _PREDICTED: dict[str, Program] = {"dmuon": "exchanged", "dedicated": "dedicated", "gather": "gather"}

@@ -26,8 +26,7 @@ from common.results import columns
 
 from dmuon.model.config import read_model
 from dmuon.solver import CostTable, Matrix, plan
-from dmuon.tools.simulation.hardware import HARDWARE
-from dmuon.tools.simulation.wave_model import describe, wave_costs
+from dmuon.tools.simulation.hardware import HARDWARE, describe, wave_costs
 
 COLUMNS = {"matrices": "d", "makespan_ms": ".3f", "gap": ".2%", "stage": "", "seconds": ".2f"}
 COLUMNS |= {"lpt": ".2f", "round_robin": ".2f"}
@@ -42,7 +41,7 @@ class Settings(Options):
 
 def models_of(settings: Settings) -> dict[str, list[Matrix]]:
     paths = sorted(Path(settings.models).glob("*.json"))
-    return {path.stem: [Matrix(m.name, m.rows, m.cols, m.block) for m in read_model(path)] for path in paths}
+    return {path.stem: read_model(path) for path in paths}
 
 
 def solve(matrices: Sequence[Matrix], ranks: int, costs: CostTable) -> Record:

@@ -21,10 +21,9 @@ from common.published import PRODUCTS
 from common.results import columns
 
 from dmuon.model.config import read_model
-from dmuon.tools.simulation.hardware import HARDWARE, Topology, hardware
+from dmuon.tools.simulation.hardware import HARDWARE, Product, Topology, hardware, product_s
 from dmuon.tools.simulation.prediction import ERROR, Way, meshes, recommend
 from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
-from dmuon.tools.simulation.wave_model import Product, product_s
 
 
 @dataclass(frozen=True, slots=True)

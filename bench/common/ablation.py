@@ -18,8 +18,7 @@ from dmuon import OwnerPlan
 from dmuon.kernels import orthogonalize
 from dmuon.model.config import read_model
 from dmuon.solver import CostTable, Matrix, Plan, plan
-from dmuon.tools.simulation.hardware import HARDWARE, Device
-from dmuon.tools.simulation.wave_model import Product, product_s, wave_costs
+from dmuon.tools.simulation.hardware import HARDWARE, Device, Product, product_s, wave_costs
 
 SEQUENTIAL = "sequential everywhere"
 OWNERS, GRAM, PLANNER, TUNED = "owners", "+ Gram, symmetric", "+ planner", "+ batches, tuning"
@@ -73,7 +72,7 @@ def predicted() -> dict[str, float]:
     """Milliseconds of the slowest rank's Newton–Schulz, by level, after the shipped model of products."""
     model, machine, world = PREDICTED
     folder = Path(__file__).parents[2] / "examples" / "models"
-    matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in read_model(folder / f"{model}.json")]
+    matrices = read_model(folder / f"{model}.json")
     device, counts = HARDWARE[machine].device, Counter(m.shape for m in matrices)
     tuned = wave_costs(device, counts)
     textbook = CostTable({shape: {1: _standard_ns(device, *shape)} for shape in counts})

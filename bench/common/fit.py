@@ -11,22 +11,20 @@ import numpy as np
 
 from common.published import CASES, HOMES, Case, config_path
 from common.results import columns
-from dmuon.model.config import MatrixShape, read_model
+from dmuon.model.config import read_model
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
-from dmuon.tools.simulation.hardware import Hardware, Topology, hardware
+from dmuon.tools.simulation.hardware import Hardware, Topology, hardware, wave_costs
 from dmuon.tools.simulation.step import Scenario, Workload, step_s
-from dmuon.tools.simulation.wave_model import wave_costs
 
 _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 _HALF = 0.5  # of the peak, which AdamW's step should be near to
 
 
-def planned(matrices: Sequence[MatrixShape], machine: Hardware, world: int) -> tuple[Plan, CostTable]:
+def planned(matrices: Sequence[Matrix], machine: Hardware, world: int) -> tuple[Plan, CostTable]:
     """Owners by the greedy plan, which even thousands of ranks have at once, and modelled costs."""
-    named = [Matrix(m.name, m.rows, m.cols, m.block) for m in matrices]
-    costs = wave_costs(machine.device, Counter(m.shape for m in named))
+    costs = wave_costs(machine.device, Counter(m.shape for m in matrices))
     ranks = [Rank(i, i // machine.gpus_per_node) for i in range(world)]
-    return plan(named, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0)), costs
+    return plan(matrices, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0)), costs
 
 
 # -- published steps ------------------------------------------------------------------------------------------------

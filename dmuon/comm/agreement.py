@@ -213,7 +213,6 @@ _Payload = TypeVar("_Payload")
 
 def require_same(
     group: dist.ProcessGroup,
-    ranks: Sequence[GlobalRank],
     error: Exception | None,
     description: list[tuple[str, str]],
     payload: _Payload | None,
@@ -226,14 +225,14 @@ def require_same(
     for one in _differing(group, dict(description)):
         value, first = ("absent" if said is None else said for said in (one.value, one.first))
         raise ValueError(
-            f"{one.name} is {value} on rank {one.rank} and {first} on rank {ranks[0]}; build the same model with the "
-            "same options on every rank"
+            f"{one.name} is {value} on rank {one.rank} and {first} on rank {ranks_of(group)[0]}; build the same model "
+            "with the same options on every rank"
         )
     raise ValueError("the parameters come in another order on some ranks; build the same model on every rank")
 
 
 def require_same_in_turn(
-    asked: Sequence[tuple[dist.ProcessGroup, Sequence[GlobalRank], list[tuple[str, str]]]], fault: Exception | None
+    asked: Sequence[tuple[dist.ProcessGroup, list[tuple[str, str]]]], fault: Exception | None
 ) -> None:
     """:func:`require_same` of a description in each of several groups, one after the other.
 
@@ -241,9 +240,9 @@ def require_same_in_turn(
     """
     first = FirstError(fault, through=(CollectiveError,))
     for _ in range(2):
-        for group, ranks, description in asked:
+        for group, description in asked:
             with first:
-                require_same(group, ranks, first.error, description, None)
+                require_same(group, first.error, description, None)
     first.throw()
 
 

@@ -157,7 +157,7 @@ def make_comm(
     rank = this_rank()
     at = topology.of(rank)
     ranks = topology.data_parallel(at.t)
-    monitor = Monitor(rank, control, device, asynchronous=options.asynchronous)
+    monitor = Monitor(control, device, asynchronous=options.asynchronous)
     tensor: Domain | None = None
     if topology.tensor > 1:
         members = Ranks(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))

@@ -74,8 +74,7 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
     group = make_group(device, [members], "exchange", timeout)
     with named(f"first use of the process group of ranks {list(members)}"):
         connect(group, device, exchanges=True, gathers=True)
-    rank = this_rank()
-    return Domain(members, position_in(members, rank), device, group, Monitor(rank, group, device))
+    return Domain(members, position_in(members, this_rank()), device, group, Monitor(group, device))
 
 
 class AllToAll:
@@ -413,22 +412,6 @@ class _LineLoad:
         sizes = {int(source): sum(shape.numel() for shape in some.values()) for source, some in shapes.items()}
         self.transport = choose_transport("auto", sizes, len(line.ranks), backend_of(line.group, device))
         self.spans = lay_spans(self.transport, sizes, len(line.ranks))
-
-    @property
-    def calls(self) -> int:
-        """Collectives."""
-        return 1 if self.transport == "single" else len(self.spans.filled)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parts, with padding where it travels."""
-        return self.spans.size
-
-    @property
-    def numel_out(self) -> int:
-        """The same of this rank's own."""
-        start, end = self.spans[self.line.position]
-        return end - start
 
     def region(self, updates: dict[int, Tensor], like: Tensor) -> tuple[Tensor, Parts]:
         """Memory for all parts, of which this rank's own have their content; they are taken out of ``updates``."""

@@ -248,13 +248,6 @@ class Pending:
     _what: str
     _works: list[dist.Work]
 
-    def wait_on_host(self) -> None:
-        """Wait until they have ended; :meth:`wait` is still due on the stream that uses the result."""
-        works = list(self._works)
-        self.wait()
-        self._works = works
-        self._monitor.synchronize()
-
     def wait(self) -> None:
         """Wait for all of them, on the device's stream where there is one.
 
@@ -318,11 +311,9 @@ class Monitor:
         counts: by lane, how many collectives of this model were noted so far.
     """
 
-    def __init__(
-        self, rank: GlobalRank, group: dist.ProcessGroup, device: torch.device, *, asynchronous: bool = True
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, asynchronous: bool = True) -> None:
         """Collective over ``group``, over which ranks vote. Monitors of one group have one journal."""
-        self._rank = rank
+        self._rank = dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
         self.device = device
         self._asynchronous = asynchronous
@@ -368,8 +359,9 @@ class Monitor:
         if self._keeps:
             _under_way.update(dict.fromkeys(works, self.name))
         pending = Pending(self, what, works)
-        if not self._asynchronous:
-            pending.wait_on_host()
+        if not self._asynchronous:  # nothing is left for whoever waits for it later, on whatever stream
+            pending.wait()
+            self.synchronize()
         return pending
 
     def synchronize(self) -> None:

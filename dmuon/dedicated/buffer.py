@@ -133,7 +133,7 @@ class OwnedBuffer:
             if r != comm.at.r
         }
         # Modules compute with a slot itself, if a tensor is one matrix; others are put together of several slots.
-        made = sum(local_tensor(weight.param).numel() for weight in weights if not weight.parts[0].is_whole)
+        made = sum(local_tensor(weight.route.param).numel() for weight in weights if not weight.parts[0].is_whole)
         self._assembled = torch.empty(made, dtype=comm_dtype, device=comm.device)
         self.matrices: list[OwnedMatrix] = []
         self.spans: list[tuple[OwnedMatrix, Part, tuple[int, int]]] = []
@@ -141,7 +141,7 @@ class OwnedBuffer:
         self._scattered: list[tuple[Tensor, Part, Tensor]] = []  # tensors, parts that are no one slice, and their slots
         slots, begin = iter(self.layout.slots), 0
         for weight, master in owned:
-            shape, spans = local_tensor(weight.param).shape, list(islice(slots, len(weight.parts)))
+            shape, spans = local_tensor(weight.route.param).shape, list(islice(slots, len(weight.parts)))
             placed = list(zip(weight.parts, spans, strict=True))
             if weight.parts[0].is_whole:
                 whole = self._buffer[slice(*spans[0])].view(shape)
@@ -179,8 +179,8 @@ class OwnedBuffer:
         self.was_read = False  # somebody may hold weights: a forward ran, and they were not freed since
         for storage in self.storages:
             storage.resize_(0)
-        first, last = weights[0].block, weights[-1].block
-        self.name = first if first == last else f"{first} to {last}"
+        first, last = weights[0].route.block, weights[-1].route.block
+        self.name = str(first) if first == last else f"{first} to {last}"
 
     @property
     def whole_nbytes(self) -> int:
@@ -259,8 +259,6 @@ class OwnedBuffer:
 
     def finish_fill(self) -> None:
         """Wait for the fill: what is queued from now on may use the weights."""
-        if self.state is not BufferState.FILLING:
-            raise RuntimeError(f"block {self.name!r} is {self.state.name}, expected FILLING: {self.state.value}")
         with record_function(f"dmuon::wait_fill {self.name}"):
             self._settle()
             with torch.no_grad() if self._assembly or self._scattered else nullcontext():

@@ -43,7 +43,7 @@ from dmuon.dedicated.inspection import (
     tensor_group_of,
     tensor_mesh_of,
 )
-from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, parts_of, resting
+from dmuon.dedicated.matrix import OwnedMatrix, Weight, parts_of, resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import excluded_modules
 from dmuon.dedicated.runtime import Runtime
@@ -344,24 +344,23 @@ def _agree(
         except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
             return fault
 
+    fault: Exception | None = None
     try:
         inspected = run_awaited(group, mesh_device(device_type), "inspecting models", look)
         if isinstance(inspected, Exception):
             agree(group, inspected)
             raise inspected
-        seats = require_same(group, topology.ranks, None, inspected.description, inspected.seat)
-    except Exception as fault:
-        _agree_along_tensor(model, topology, fault)
-        raise
-    _agree_along_tensor(model, topology, None)
+        seats = require_same(group, None, inspected.description, inspected.seat)
+    except Exception as error:
+        fault = error
+    # The other tensor-parallel ranks have agreed among their own data-parallel ones only.
+    across = tensor_group_of(model, topology.ranks)
+    if across is not None:
+        agree(across, fault)
+    if fault is not None:
+        raise fault
+    assert isinstance(inspected, Inspected)
     return inspected, seats
-
-
-def _agree_along_tensor(model: nn.Module | Sequence[nn.Module], topology: Topology, fault: Exception | None) -> None:
-    """Carry a fault to the other tensor-parallel ranks, which have agreed among their own data-parallel ones only."""
-    group = tensor_group_of(model, topology.ranks)
-    if group is not None:
-        agree(group, fault)
 
 
 def _connect(
@@ -382,7 +381,7 @@ def _connect(
     if topology.tensor > 1:
         control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
         # Before the other groups: which are made goes by the options.
-        seats = require_same(control, topology.ranks, None, inspected.description, inspected.seat)
+        seats = require_same(control, None, inspected.description, inspected.seat)
     context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
     return context, seats
 
@@ -425,18 +424,18 @@ def _own(
     for dtype, weights in packed:
         reduce_dtype = inspected.policy.reduce_dtype or torch.promote_types(dtype, torch.float32)
         buffer = OwnedBuffer(
-            [(weight, masters.pop(weight.fqn)) for weight in weights],
+            [(weight, masters.pop(weight.route.fqn)) for weight in weights],
             comm,
             comm_dtype=dtype,
             reduce_dtype=reduce_dtype,
             keep=keep,
         )
-        by_block: dict[str, list[OwnedMatrix]] = {}
+        by_block: dict[str | None, list[OwnedMatrix]] = {}
         for weight, matrix in zip(weights, buffer.matrices, strict=True):
-            by_block.setdefault(weight.block, []).append(matrix)
+            by_block.setdefault(weight.route.block, []).append(matrix)
         for name, of_block in by_block.items():
             module = modules[name]
-            assert module is not None
+            assert name is not None and module is not None, "what is owned lies in a block"
             blocks.append(Block(name, module, of_block, buffer))
     for inner in dedications(inspected.whole):
         inner.note_around(comm.topology.ranks)
@@ -453,8 +452,9 @@ def _pack(inspected: Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torch
     by_block: dict[str, dict[torch.dtype, list[Weight]]] = {}
     for route in inspected.routes:
         if route.block is not None:
-            of_block = by_block.setdefault(route.block, {})
-            of_block.setdefault(inspected.dtype_of(route), []).append(_weight(route, plan, comm))
+            planned = [plan.owners[name] for name, _, _ in route.spec.named(route.fqn, route.param.shape)]
+            weight = Weight(route, parts_of(route.param, planned, comm))
+            by_block.setdefault(route.block, {}).setdefault(inspected.dtype_of(route), []).append(weight)
     for of_block in by_block.values():
         for dtype in sorted(growing.keys() - of_block.keys(), key=str):
             packed.append((dtype, growing.pop(dtype)))
@@ -469,17 +469,9 @@ def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
     """Of the tensor-parallel rank with most: all of them merge the same blocks."""
     numel = 0
     for weight in weights:
-        of_tensor = weight.tensor
-        cut = layout_of(weight.param.shape, [of_tensor.mesh.size()], [of_tensor.placement]) if of_tensor else None
-        numel += weight.param.numel() if cut is None else cut.pieces[0].numel
+        param = weight.route.param
+        if isinstance(param, DTensor):
+            numel += layout_of(param.shape, [param.device_mesh.size()], param.placements).pieces[0].numel
+        else:
+            numel += param.numel()
     return numel * dtype.itemsize
-
-
-def _weight(route: Route, plan: OwnerPlan, comm: Comm) -> Weight:
-    """The tensor of ``route``, owned by the data-parallel ranks that keep this tensor-parallel rank's part of it."""
-    assert route.block is not None
-    planned = [plan.owners[name] for name, _, _ in route.spec.named(route.fqn, route.param.shape)]
-    sharding = None
-    if isinstance(route.param, DTensor):
-        sharding = TensorSharding(route.param.device_mesh, route.param.placements[0])
-    return Weight(route.fqn, route.param, route.sites, parts_of(route.param, planned, comm), route.block, sharding)

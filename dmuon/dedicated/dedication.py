@@ -24,9 +24,9 @@ from dmuon.comm.context import Comm
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import BufferState, GradState
-from dmuon.dedicated.matrix import OwnedMatrix, Part, of_elements, of_rows, resting, whole_parameter
+from dmuon.dedicated.matrix import OwnedMatrix, Part, as_dtensor, of_elements, of_rows, resting, whole_parameter
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
-from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.owned_tensor import OwnedTensor, owned_like
 from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Parcel, Region
@@ -260,7 +260,9 @@ def _whole(comm: Comm, matrix: OwnedMatrix) -> nn.Parameter:
                 with comm.monitor.watch(f"broadcast of {matrix.fqn!r} for summon_full_params"):
                     dist.broadcast(value, src=comm.ranks[part.owner], group=comm.group)
             part.write(whole, value)
-    return whole_parameter(whole if matrix.tensor is None else matrix.tensor.wrap(whole, matrix.shape), matrix.rest)
+    if isinstance(matrix.full, DTensor):
+        whole = as_dtensor(whole, matrix.full.device_mesh, matrix.full.placements, matrix.shape)
+    return whole_parameter(whole, matrix.rest)
 
 
 # -- as an optimizer sees it ------------------------------------------------------------------------------------------
@@ -357,8 +359,12 @@ class Dedicated(Residency):
         Args:
             held: ids of all parameters of this optimizer.
         """
-        claimed = held.union(*({id(p) for p in member.params} for member in self._runtime.members))
-        return self._runtime.unclaimed(claimed)
+        runtime = self._runtime
+        claimed = held.union(*({id(p) for p in member.params} for member in runtime.members))
+        named: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in runtime.matrices()]
+        others = runtime.managed.named_parameters()
+        named += [(canonical_fqn(n), p) for n, p in others if not isinstance(p, OwnedTensor)]
+        return [name for name, p in named if p.ndim >= 2 and p.grad is not None and id(p) not in claimed]
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -444,7 +450,7 @@ class Dedicated(Residency):
         if id(param) in self._of_moments:
             return param
         matrix = self._runtime.by_rest[id(param)]
-        return matrix.like_rest(local, f"{matrix.fqn}.{MOMENTUM}")
+        return owned_like(matrix.rest, local, f"{matrix.fqn}.{MOMENTUM}")
 
     def shown_moment(self, param: Tensor, local: Tensor, key: str) -> Tensor:
         matrix = self._runtime.by_rest[id(param)]

@@ -15,9 +15,10 @@ from operator import itemgetter
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from dmuon.comm.agreement import Vote, VoteResult
+from dmuon.comm.agreement import Vote
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import Parts, Pending, Works, reduce, run_all, scratch
 from dmuon.dedicated.buffer import GradState, OwnedBuffer
@@ -25,7 +26,7 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.replicated import GradAverager, ManagedModules
 from dmuon.kernels import streams_of
 from dmuon.platform.streams import Origin
-from dmuon.platform.torch_private import accumulation_hooks
+from dmuon.platform.torch_private import accumulation_hooks, local_tensor
 from dmuon.step.residency import Options, like_param
 
 Landed = Callable[[Sequence[Tensor]], None]
@@ -53,7 +54,7 @@ class GradReduction:
         landed: the parameters of this owner whose gradients are there, once it has finished.
     """
 
-    def __init__(self, buffer: OwnedBuffer, *, origins: dict[int, Origin] | None = None) -> None:
+    def __init__(self, buffer: OwnedBuffer, origins: dict[int, Origin]) -> None:
         self.buffer = buffer
         self._comm = comm = buffer.comm
         self.landed: list[Tensor] = []
@@ -65,7 +66,7 @@ class GradReduction:
         layout = buffer.layout
         with record_function(f"dmuon::reduce {buffer.name}"), torch.no_grad():
             self._region, self._parts = scratch(layout.row, layout.segments, buffer.reduce_dtype, comm.device)
-            self.used = self._pack(self._parts, {} if origins is None else origins)
+            self.used = self._pack(self._parts, origins)
             self._in_flight += [self._region, *self._parts.values()]
             self._result = self._parts.get(comm.at.s, self._region[:0])  # of the last stage that was started
             self.advance()
@@ -94,8 +95,10 @@ class GradReduction:
             if matrix is not last:
                 last, grad = matrix, matrix.full.grad
                 matrix.full.grad = None
-                if matrix.tensor is not None and grad is not None:
-                    grad = matrix.tensor.local_grad(grad)
+                if isinstance(grad, DTensor) and isinstance(matrix.full, DTensor):
+                    if grad.placements != matrix.full.placements:  # as autograd has left it; collective then
+                        grad = grad.redistribute(placements=matrix.full.placements)
+                    grad = local_tensor(grad)
             if grad is not None:
                 used.add(matrix)
             if start == end:  # another tensor-parallel rank has it, and perhaps nothing goes to that owner
@@ -241,7 +244,7 @@ class Gradients:
         if self._comm.row is None and self._comm.column is None:
             # Nothing travels, but the ranks of tensor parallelism alone must have run the blocks in one order too.
             self._comm.monitor.note("reduce", f"gradients of block {buffer.name!r}")
-        reduction = GradReduction(buffer, origins=self.origins)
+        reduction = GradReduction(buffer, self.origins or {})
         self._used |= reduction.used
         self._reductions.append(reduction)
         buffer.gradients = GradState.NONE
@@ -335,7 +338,7 @@ class Gradients:
             self._comm.monitor.note("parameters", "other parameters in the model, whose gradients dmuon averages")
         self._trains, self._trained = trains, trained
 
-    def verify(self) -> VoteResult | None:
+    def verify(self) -> None:
         """The last vote, if no conclusions were drawn yet; the host waits for it.
 
         Any rank may ask, perhaps alone: nothing follows from it.
@@ -344,8 +347,6 @@ class Gradients:
             CollectiveError: by that vote, ranks had issued different collectives.
         """
         vote, self._last_vote = self._last_vote, None
-        if vote is None:
-            return None
-        result = vote.result()
-        self._last_vote = vote
-        return result
+        if vote is not None:
+            vote.result()
+            self._last_vote = vote

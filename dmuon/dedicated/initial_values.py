@@ -33,13 +33,19 @@ def share_initial_values(
     model: nn.Module, weights: Sequence[Weight], comm: Comm, initialize: Initialize | None
 ) -> dict[str, Tensor]:
     """Make the first rank's values everyone's; returns the masters of this rank by name. Collective."""
-    by_tensor = {id(weight.param): weight for weight in weights}
+    by_tensor = {id(weight.route.param): weight for weight in weights}
+    excluded = excluded_modules(model)
+    own = chain(own_parameters(model, excluded), own_buffers(model, excluded))
+    tensors = [tensor for _, tensor in own if not tensor.is_meta]
+    of_meta = _values_of_meta(model, comm, initialize) if _is_on_meta(model) else ()
+    # Behind the others: initializing a module may have changed buffers of it that were there.
+    others = zip(tensors, _from_first_rank([*map(local_tensor, tensors)], comm), strict=True)
     masters: dict[str, Tensor] = {}
     replaced: dict[int, Tensor] = {}
-    for tensor, value in _initial_values(model, comm, initialize):
+    for tensor, value in chain(of_meta, others):
         weight = by_tensor.get(id(tensor))
         if weight is not None:
-            masters[weight.fqn] = initial_master(value, weight, comm)
+            masters[weight.route.fqn] = initial_master(value, weight, comm)
         elif tensor.is_meta:
             replaced[id(tensor)] = _replacement(tensor, value, comm.device)
         elif comm.position:
@@ -49,18 +55,6 @@ def share_initial_values(
         for store, name, tensor in _held(module):
             store[name] = replaced.get(id(tensor), tensor)
     return masters
-
-
-def _initial_values(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every parameter and buffer, with the first rank's value of its local part."""
-    excluded = excluded_modules(model)
-    own = chain(own_parameters(model, excluded), own_buffers(model, excluded))
-    tensors = [tensor for _, tensor in own if not tensor.is_meta]
-    if _is_on_meta(model):
-        yield from _values_of_meta(model, comm, initialize)
-    # Behind the others: initializing a module may have changed buffers of it that were there.
-    values = _from_first_rank([*map(local_tensor, tensors)], comm)
-    yield from zip(tensors, values, strict=True)
 
 
 def _from_first_rank(tensors: Sequence[Tensor], comm: Comm) -> Iterator[Tensor]:

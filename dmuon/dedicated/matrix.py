@@ -37,35 +37,9 @@ from dmuon.layout.matrices import Parcel, Region, numbered, spread_over_all, sta
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Position, position_in
 from dmuon.model.matrix_spec import is_one_matrix, remember_spec, spec_of
+from dmuon.model.routing import Route
 from dmuon.platform.torch_private import accumulation_hooks, contiguous_strides, local_tensor, move_hooks
 from dmuon.step.residency import placed_with_one_input
-
-Sites = tuple[tuple[nn.Module, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSharding:
-    """How tensor parallelism splits a tensor.
-
-    Attributes:
-        mesh: 1-D.
-        placement: ``Shard(…)`` or ``Replicate()``.
-    """
-
-    mesh: DeviceMesh
-    placement: Placement
-
-    def wrap(self, part: Tensor, shape: torch.Size) -> DTensor:
-        """Make the DTensor of global ``shape`` whose local part is ``part``, sharing its storage."""
-        return as_dtensor(part, self.mesh, [self.placement], shape)
-
-    def local_grad(self, grad: Tensor) -> Tensor:
-        """This rank's part of a gradient that autograd has left, perhaps with other placements. Collective then."""
-        if not isinstance(grad, DTensor):
-            return grad
-        if tuple(grad.placements) != (self.placement,):
-            grad = grad.redistribute(placements=[self.placement])
-        return local_tensor(grad)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,19 +93,12 @@ class Weight:
     """A tensor that is to be owned.
 
     Attributes:
-        param: has the initial values.
-        sites: every ``(module, attribute)`` that holds it.
+        route: its parameter, which has the initial values, everything that holds it, and its block.
         parts: its matrices, and their owners.
-        block: name of the block that it lies in.
-        tensor: how tensor parallelism splits it; None without.
     """
 
-    fqn: str
-    param: nn.Parameter
-    sites: Sites
+    route: Route
     parts: tuple[Part, ...]
-    block: str
-    tensor: TensorSharding | None = None
 
     @property
     def owners(self) -> tuple[Position, ...]:
@@ -154,11 +121,10 @@ class OwnedMatrix:
         parts: its matrices, in order.
         mine: those of which this rank has the masters.
         rest: the resting form, a parameter like ``full``.
-        full: what modules compute with.
+        full: what modules compute with; with tensor parallelism a DTensor, of whose local part are masters and buffers.
         master: fp32; on its owner ``(m, n)``, or its tensor-parallel part, elsewhere no rows; flat if there are parts.
         places: where modules find it: their dictionaries of parameters, and its name there. Not the modules: these own
             what dmuon knows of them, not the reverse.
-        tensor: how tensor parallelism splits it; masters and buffers then hold this rank's part.
         empty_grad: the gradient on ranks that own no part; one serves all steps.
     """
 
@@ -170,7 +136,6 @@ class OwnedMatrix:
     full: nn.Parameter
     master: Tensor
     places: Sequence[tuple[dict[str, Any], str]]
-    tensor: TensorSharding | None = None
     empty_grad: OwnedTensor | None = None
 
     @property
@@ -191,10 +156,6 @@ class OwnedMatrix:
     def own_part(self, whole: Tensor) -> Tensor:
         """A copy of what this rank owns of ``whole``, ``local_shape``, shaped as the master."""
         return joined([part.take(whole) for part in self.mine], whole).view(self.master.shape)
-
-    def like_rest(self, local: Tensor, name: str) -> OwnedTensor:
-        """Wrap ``local``, shaped as the master, in the layout of the resting form."""
-        return owned_like(self.rest, local, name)
 
     def set_grad(self, local: Tensor) -> None:
         """Add ``local``, shaped as the master, to the gradient of the resting form."""
@@ -234,23 +195,22 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
         whole: memory of what one data-parallel rank computes with, in that shape.
         master: what this rank owns of it, as :func:`initial_master` makes it.
     """
-    param, sharding = weight.param, weight.tensor
+    route, param = weight.route, weight.route.param
     mesh = comm.mesh
     placements: list[Placement] = [Shard(0)] * mesh.ndim
-    if sharding is not None:  # which adds a dimension behind those of data parallelism
-        mesh, placements = comm.tensor_mesh, [*placements, sharding.placement]
-    wrapper = owned_tensor(master, mesh, param.shape, fqn=weight.fqn, owners=weight.owners, placements=placements)
-    rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
-    assert isinstance(rest, OwnedTensor)
     # `.data` gives the view a version counter of its own: filling the buffer must not look to autograd like an edit of
     # the weights that it saved.
     filled: Tensor = whole.data
-    if sharding is not None:
-        filled = sharding.wrap(filled, param.shape)
+    if isinstance(param, DTensor):  # tensor parallelism adds a dimension behind those of data parallelism
+        mesh, placements = comm.tensor_mesh, [*placements, *param.placements]
+        filled = as_dtensor(filled, param.device_mesh, param.placements, param.shape)
+    wrapper = owned_tensor(master, mesh, param.shape, fqn=route.fqn, owners=weight.owners, placements=placements)
+    rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
+    assert isinstance(rest, OwnedTensor)
     full = whole_parameter(filled, rest)
     mine = weight.owned_at(comm.position)
-    places = [(module._parameters, name) for module, name in weight.sites]
-    matrix = OwnedMatrix(weight.fqn, param.shape, weight.parts, mine, rest, full, local_tensor(rest), places, sharding)
+    places = [(module._parameters, name) for module, name in route.sites]
+    matrix = OwnedMatrix(route.fqn, param.shape, weight.parts, mine, rest, full, local_tensor(rest), places)
     for held, name in places:
         held[name] = rest
     move_hooks(param, rest)
@@ -270,22 +230,21 @@ def of_rows(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
         region = replace(part.region, stack=stack, runs=runs)
         parts.append(replace(part, shape=(m, n), local_shape=(rows, columns), region=region, parcel=None))
     numbers = {part.number for part in matrix.mine}
-    placements, tensor = list(matrix.rest.placements), matrix.tensor
-    if tensor is not None:
+    placements, full = list(matrix.rest.placements), local.new_empty(local_shape, device="meta")
+    if isinstance(matrix.full, DTensor):
         placements[-1:] = placed_with_one_input(matrix.shape, shape, placements[-1:])
-        tensor = TensorSharding(tensor.mesh, placements[-1])
+        full = as_dtensor(full, matrix.full.device_mesh, placements[-1:], shape)
     rest = owned_tensor(
         local, matrix.rest.device_mesh, shape, fqn=fqn, owners=matrix.rest.owners, placements=placements
     )
     remember_spec(rest, spec)
-    full = nn.Parameter(local.new_empty(local_shape, device="meta"), requires_grad=False)
     mine = tuple(part for part in parts if part.number in numbers)
-    return OwnedMatrix(fqn, shape, tuple(parts), mine, rest, full, local, (), tensor)
+    return OwnedMatrix(fqn, shape, tuple(parts), mine, rest, nn.Parameter(full, requires_grad=False), local, ())
 
 
 def of_elements(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
     """What says of ``local``, shaped as the master, what ``matrix`` says of that."""
-    rest = matrix.like_rest(local, fqn)
+    rest = owned_like(matrix.rest, local, fqn)
     remember_spec(rest, spec_of(matrix.rest))
     return replace(matrix, fqn=fqn, rest=rest, master=local, places=(), empty_grad=None)
 

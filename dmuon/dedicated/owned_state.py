@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor
-from dmuon.dedicated.owned_tensor import LOCAL, EvenShard, Keeper, OwnedTensor
+from dmuon.dedicated.owned_tensor import LOCAL, EvenShard, OwnedTensor
 from dmuon.layout.shards import Run, layout_of
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.platform.log import logger
@@ -103,7 +103,7 @@ class OwnedState(OwnedTensor):
     def layout_key(self) -> Hashable:
         return (self.owners, self.chunks) if local_tensor(self).ndim == 1 else self.owners
 
-    def like(self, local: Tensor, keeper: Keeper | None = None) -> OwnedState:
+    def like(self, local: Tensor, keeper: Any = None) -> OwnedState:
         return _wrapped(self, local, self.fqn, self.chunks, self.spec)
 
     def boxed(self) -> list[tuple[Box, Tensor]]:
@@ -224,7 +224,7 @@ def own_part(value: Tensor, matrix: OwnedMatrix) -> Tensor:
         part = local_tensor(value)
     else:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if matrix.tensor is not None:
+        if isinstance(matrix.full, DTensor):
             whole = whole[_slices((_origin(matrix), tuple(matrix.local_shape)))]
         part = matrix.own_part(whole)
     return part.to(device=master.device, dtype=master.dtype)
@@ -241,10 +241,10 @@ def lies_as(value: OwnedTensor, rest: OwnedTensor) -> bool:
 
 def _origin(matrix: OwnedMatrix) -> tuple[int, ...]:
     """Where what this rank computes with begins in the whole tensor."""
-    if matrix.tensor is None:
+    if not isinstance(matrix.full, DTensor):
         return (0,) * len(matrix.shape)
-    mesh = matrix.tensor.mesh
-    pieces = layout_of(matrix.shape, [mesh.size()], [matrix.tensor.placement]).pieces
+    mesh = matrix.full.device_mesh
+    pieces = layout_of(matrix.shape, [mesh.size()], matrix.full.placements).pieces
     return tuple(runs[0][0] if runs else 0 for runs in pieces[mesh.get_local_rank()].runs)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ LOCAL = frozenset(
     + list(_CREATION)
 )
 
-# What loading and saving does to every parameter: these go straight to what this rank holds.
-_COPY, _DETACH = torch.ops.aten.copy_.default, torch.ops.aten.detach.default
+_DETACH = torch.ops.aten.detach.default  # what saving does to every parameter
 REDUCED_GRAD: Any = Tensor.grad  # the attribute itself, which ``OwnedTensor.grad`` hides: nothing but what was reduced
 
 _REMEDY = (
@@ -81,29 +80,6 @@ _REMEDIES = {
 }
 
 
-class Keeper(Protocol):
-    """Whoever moves the weights of owned parameters, and has to know what users do to them."""
-
-    @property
-    def name(self) -> str:
-        """The same on all ranks, and of no other keeper."""
-
-    def before_write(self) -> None:
-        """Something is about to write to an owned parameter: what is queued from now on runs after whoever reads it."""
-
-    def weights_changed(self) -> None:
-        """Something wrote to an owned parameter: published copies of it are out of date."""
-
-    def write_even(self, param: OwnedTensor, shard: Tensor) -> None:
-        """Make the even shards of all ranks the value of ``param``. Collective over the mesh."""
-
-    def waiting_grad(self, param: OwnedTensor) -> Tensor | None:
-        """The gradient of ``param`` that waits for a backward with synchronization."""
-
-    def drop_waiting(self, param: OwnedTensor) -> None:
-        """Forget that."""
-
-
 class OwnedTensor(SavedInBoxes, DTensor):
     """A DTensor whose local tensor is all of it on its owner, and empty elsewhere.
 
@@ -117,7 +93,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
 
     fqn: str
     owners: tuple[Position, ...]
-    _keeper: weakref.ref[Keeper] | None = None  # which holds the parameter itself
+    _keeper: weakref.ref[Any] | None = None  # the runtime of its model, which holds the parameter itself
     allowed: ClassVar[frozenset[str]] = LOCAL  # operations
 
     @property
@@ -133,15 +109,16 @@ class OwnedTensor(SavedInBoxes, DTensor):
         return f"in parts on ranks {', '.join(map(str, ranks))}"
 
     @property
-    def keeper(self) -> Keeper | None:
-        """Whoever is told before and after an operation writes to the parameter, or to an alias that ``detach`` made.
+    def keeper(self) -> Any:
+        """The ``Runtime`` that is told before and after an operation writes to the parameter, or to an alias of it.
 
-        None on gradients, optimizer state and copies, and if nothing is left of the model and its optimizers.
+        ``detach`` makes such. None on gradients, optimizer state and copies, and if nothing is left of the model and
+        its optimizers.
         """
         return None if self._keeper is None else self._keeper()
 
     @keeper.setter
-    def keeper(self, keeper: Keeper | None) -> None:
+    def keeper(self, keeper: Any) -> None:
         self._keeper = None if keeper is None else weakref.ref(keeper)
 
     @classmethod
@@ -150,10 +127,6 @@ class OwnedTensor(SavedInBoxes, DTensor):
     ) -> Any:
         if func is _DETACH:
             return args[0].like(local_tensor(args[0]).detach(), keeper=args[0].keeper)
-        if func is _COPY and len(args) == 2 and not kwargs and _lie_alike(*args):
-            with _told(args[0]):
-                local_tensor(args[0]).copy_(local_tensor(args[1]))
-            return args[0]
         name = func.overloadpacket.__name__
         flat, spec = tree_flatten((list(args), kwargs or {}))
         owned = [t for t in flat if isinstance(t, OwnedTensor)]
@@ -172,7 +145,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
         """Equal for tensors of one shape and mesh whose local parts belong together element by element."""
         return self.owners
 
-    def like(self, local: Tensor, keeper: Keeper | None = None) -> OwnedTensor:
+    def like(self, local: Tensor, keeper: Any = None) -> OwnedTensor:
         """Wrap ``local``, which lies as what this rank has of this tensor, and share its storage."""
         return owned_like(self, local, self.fqn, keeper)
 
@@ -188,15 +161,13 @@ class OwnedTensor(SavedInBoxes, DTensor):
     def grad(self) -> Tensor | None:
         """The reduced gradient; where none is, this rank's own that waits for a backward with synchronization."""
         grad: Tensor | None = REDUCED_GRAD.__get__(self)
-        if grad is None and self._keeper is not None:
-            keeper = self._keeper()
-            return None if keeper is None else keeper.waiting_grad(self)
+        if grad is None and self._keeper is not None and (keeper := self._keeper()) is not None:
+            grad = keeper.waiting_grad(self)
         return grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        keeper = None if self._keeper is None else self._keeper()
-        if keeper is not None:
+        if self._keeper is not None and (keeper := self._keeper()) is not None:
             keeper.drop_waiting(self)
         REDUCED_GRAD.__set__(self, value)
 
@@ -231,9 +202,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
 
     def write_even(self, shard: Tensor) -> None:
         """Make the even shards of all ranks the value of this parameter. Collective over the mesh."""
-        keeper = self.keeper
-        assert keeper is not None
-        keeper.write_even(self, shard)
+        self.keeper.write_even(self, shard)
 
     def boxed(self) -> list[tuple[Box, Tensor]]:
         # Nobody would be told of a load, which writes to this memory.
@@ -333,7 +302,7 @@ def owned_tensor(
     return tensor
 
 
-def owned_like(source: OwnedTensor, local: Tensor, fqn: str, keeper: Keeper | None = None) -> OwnedTensor:
+def owned_like(source: OwnedTensor, local: Tensor, fqn: str, keeper: Any = None) -> OwnedTensor:
     """Wrap ``local``, which lies as what this rank has of ``source``, and share its storage."""
     tensor: OwnedTensor = OwnedTensor(local, spec_like(source, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
     tensor.fqn, tensor.owners = fqn, source.owners
@@ -343,15 +312,6 @@ def owned_like(source: OwnedTensor, local: Tensor, fqn: str, keeper: Keeper | No
 
 
 clip_by_lists(OwnedTensor)
-
-
-def _lie_alike(target: Tensor, source: Tensor) -> bool:
-    return target is source or (
-        isinstance(target, OwnedTensor)
-        and isinstance(source, OwnedTensor)
-        and (target.shape, target.layout_key, target.placements) == (source.shape, source.layout_key, source.placements)
-        and target.device_mesh is source.device_mesh
-    )
 
 
 def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -44,7 +44,6 @@ from dmuon.dedicated.owned_state import state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import ManagedModules
 from dmuon.layout.topology import GlobalRank
-from dmuon.model.blocks import canonical_fqn
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import (
@@ -60,7 +59,7 @@ from dmuon.step.residency import Residency
 class Runtime:
     """The blocks of one dedicated model and the order in which their weights and gradients move.
 
-    It is the :class:`Keeper` of the owned parameters.
+    Owned parameters know it, weakly, as their ``keeper``: it hears what users do to them.
 
     Args:
         roots: the model, or several modules that were dedicated together, none of which begins a forward; by the
@@ -141,13 +140,6 @@ class Runtime:
     def param_ids(self) -> set[int]:
         """Of everything that the model has."""
         return {id(p) for _, p in self.managed.named_parameters()} | self.by_rest.keys()
-
-    def unclaimed(self, claimed: set[int]) -> list[str]:
-        """Names of tensors of two dimensions or more that have a gradient and are not among the ids ``claimed``."""
-        named: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in self.matrices()]
-        others = self.managed.named_parameters()
-        named += [(canonical_fqn(n), p) for n, p in others if not isinstance(p, OwnedTensor)]
-        return [name for name, p in named if p.ndim >= 2 and p.grad is not None and id(p) not in claimed]
 
     @property
     def name(self) -> str:
@@ -487,5 +479,5 @@ def _notice(of_runtime: weakref.ref[Runtime], of_block: weakref.ref[Block], whol
 
 def runtime_of(param: Tensor) -> Runtime | None:
     """The runtime that moves the weights of ``param``; None if it is not owned."""
-    keeper = param.keeper if isinstance(param, OwnedTensor) else None
-    return keeper if isinstance(keeper, Runtime) else None
+    runtime: Runtime | None = param.keeper if isinstance(param, OwnedTensor) else None
+    return runtime

@@ -159,7 +159,7 @@ class _Loading:
             with torch.no_grad():
                 part = own_part(value, matrix)
             # Torch copies what stands there; nothing to nothing, of a matrix that is another rank's.
-            state_dict[key] = matrix.like_rest(part, matrix.fqn) if part.numel() else matrix.rest
+            state_dict[key] = matrix.rest.like(part) if part.numel() else matrix.rest
 
     def end(self, _model: nn.Module, incompatible: Any) -> None:
         """Tell torch what other ranks have too many, which is a fault of a strict load alone."""

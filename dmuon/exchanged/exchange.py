@@ -169,9 +169,7 @@ def _require_same_owners(
 ) -> None:
     columns = zip(params, labels, owners, strict=True)
     described = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
-    require_same_in_turn(
-        [(domain.group, domain.ranks, [described[id(p)] for p in members]) for domain, members in domains], fault
-    )
+    require_same_in_turn([(domain.group, [described[id(p)] for p in members]) for domain, members in domains], fault)
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ def lay_out(
         open_domains[whole.ranks] = whole
     domains: dict[Ranks, Domain] = {}
     labels = list(names)
-    asked: list[tuple[dist.ProcessGroup, Ranks, list[tuple[str, str]]]] = []
+    asked: list[tuple[dist.ProcessGroup, list[tuple[str, str]]]] = []
     for ranks in sorted({one.whole.ranks for one in placed if one is not None}):
         members = [(i, one.whole) for i, one in enumerate(placed) if one is not None and one.whole.ranks == ranks]
         domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[members[0][0]]).device)
@@ -180,7 +180,7 @@ def lay_out(
             if " " in names[i]:  # of no module: groups differ between ranks, its number among the shared does not
                 labels[i] = f"{number} of those that ranks {listed(ranks, ' ')} hold together"
         described = [_described(labels[i], params[i], one, strategies.get(id(params[i]))) for i, one in members]
-        asked.append((domains[ranks].group, ranks, described))
+        asked.append((domains[ranks].group, described))
     require_same_in_turn(asked, fault)
     # Only now: a rank that has another layout would not come. What is alike as a whole is alike in its parts.
     for ranks in sorted({one.ranks for one in placed if one is not None and one.is_part} - domains.keys()):

@@ -38,16 +38,12 @@ class WholeOptimizer:
     """Stands for an optimizer where its state is saved or loaded, on one rank or on all.
 
     Args:
-        state: what it saves.
+        options: how its present state is gathered, which it saves then; collective. None saves nothing.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-        self._model, self._optimizer, self._state = model, optimizer, state
-
-    @classmethod
-    def gathered(cls, model: nn.Module, optimizer: Any, options: StateDictOptions) -> WholeOptimizer:
-        """With its present state. Collective."""
-        return cls(model, optimizer, get_optimizer_state_dict(model, optimizer, options=options))
+    def __init__(self, model: nn.Module, optimizer: Any, options: StateDictOptions | None = None) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._state = {} if options is None else get_optimizer_state_dict(model, optimizer, options=options)
 
     def state_dict(self) -> dict[str, Any]:
         return self._state

@@ -61,29 +61,30 @@ class DedicatedAccelerator(Accelerator):  # type: ignore[misc]
         return OrderedDict(get_model_state_dict(model, options=self._whole()))
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        own = self._optimizers
-        self._optimizers = [
-            optimizer if model is None else WholeOptimizer.gathered(model, optimizer, self._whole())
-            for optimizer, model in ((optimizer, self._model_of(optimizer)) for optimizer in own)
-        ]
-        try:
+        with self._stand_ins(self._whole()):
             saved = super().save_state(*args, **kwargs)
-        finally:
-            self._optimizers = own
         self.wait_for_everyone()  # rank 0 writes alone, and any rank may load next
         return saved
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        own = self._optimizers
-        self._optimizers = [
-            optimizer if model is None else WholeOptimizer(model, optimizer, {})
-            for optimizer, model in ((optimizer, self._model_of(optimizer)) for optimizer in own)
-        ]
         hook = self.register_load_state_pre_hook(_load_whole)  # after the user's, which see the models
         try:
-            super().load_state(*args, **kwargs)
+            with self._stand_ins(None):
+                super().load_state(*args, **kwargs)
         finally:
             hook.remove()
+
+    @contextmanager
+    def _stand_ins(self, options: StateDictOptions | None) -> Iterator[None]:
+        """Inside, whole state is saved and loaded in the place of optimizers of dedicated models."""
+        own = self._optimizers
+        pairs = [(optimizer, self._model_of(optimizer)) for optimizer in own]
+        self._optimizers = [
+            optimizer if model is None else WholeOptimizer(model, optimizer, options) for optimizer, model in pairs
+        ]
+        try:
+            yield
+        finally:
             self._optimizers = own
 
     def _model_of(self, optimizer: Any) -> nn.Module | None:

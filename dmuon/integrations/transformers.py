@@ -58,7 +58,7 @@ class DedicatedTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         own = self.optimizer
-        self.optimizer = WholeOptimizer.gathered(self.model, own, self._whole())
+        self.optimizer = WholeOptimizer(self.model, own, self._whole())
         try:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         finally:
@@ -66,7 +66,7 @@ class DedicatedTrainerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         own = self.optimizer
-        self.optimizer = WholeOptimizer(self.model, own, {})
+        self.optimizer = WholeOptimizer(self.model, own)
         try:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         finally:

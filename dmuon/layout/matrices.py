@@ -58,21 +58,6 @@ class Route:
         here = len(self.senders) == len(self.receivers) == 1 and self.senders.keys() == self.receivers.keys()
         return bool(self.senders) and not here
 
-    def numel_out(self, position: Position) -> dict[Position, int]:
-        """Elements that the rank at ``position`` sends to each other one."""
-        if position not in self.senders:
-            return {}
-        return {to: self._numel(position, to) for to in self.receivers if to != position}
-
-    def numel_in(self, position: Position) -> dict[Position, int]:
-        """Elements that the rank at ``position`` gets from each other one."""
-        if position not in self.receivers:
-            return {}
-        return {of: self._numel(of, position) for of in self.senders if of != position}
-
-    def _numel(self, sender: Position, receiver: Position) -> int:
-        return self.count * self.piece(sender, receiver).numel
-
 
 @dataclass(frozen=True)
 class Spread:

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.nn as nn
 
 from dmuon.model.makeup import EMBEDDINGS, INPUT_EMBEDDING, RECURRENT, Holder, Makeup
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixShape:
-    """The shape of one matrix inside a block.
-
-    Attributes:
-        name: canonical name of the parameter.
-        rows, cols: sides of the matrix, as ``nn.Linear`` stores it: (out features, in features).
-        block: canonical name of its block.
-    """
-
-    name: str
-    rows: int
-    cols: int
-    block: str
-
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -86,8 +70,8 @@ def stacked_blocks(model: nn.Module, holders: Set[int]) -> list[NamedModule]:
     """
 
     def stacks(repeated: bool) -> list[_Element]:
-        found = _stack_elements(model, "", _Container(in_list=False, repeated=repeated, holders=holders))
-        return [e for e in found if _holds(e.module, holders)]
+        found = _stack_elements(model, "", holders, repeated)
+        return [element for element in found if _holds(element.module, holders)]
 
     repeated = stacks(True)
     if repeated:
@@ -152,56 +136,42 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
-@dataclass(frozen=True, slots=True)
-class _Container:
-    """Where an element was found, or is looked for.
+class _Element(NamedTuple):
+    """``in_list``: of a list, which says itself that it is a stack; not only of ``Sequential``s."""
 
-    Attributes:
-        in_list: in a list, which says itself that it is a stack; or only in ``Sequential``s.
-        repeated: a ``Sequential`` in which nothing repeats is no stack.
-        holders: ids of the modules that hold matrices.
-    """
-
-    in_list: bool
-    repeated: bool
-    holders: Set[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Element:
     name: str
     module: nn.Module
     in_list: bool
 
 
-def _stack_elements(module: nn.Module, prefix: str, within: _Container) -> Iterator[_Element]:
-    """Elements of the outermost containers below ``module``, those of containers inside containers included."""
+def _stack_elements(module: nn.Module, prefix: str, holders: Set[int], repeated: bool) -> Iterator[_Element]:
+    """Elements of the outermost containers below ``module``, those of containers inside containers included.
+
+    Args:
+        repeated: a ``Sequential`` in which nothing repeats is no stack.
+    """
     elements = list(module.named_children())
     if not _is_list(module):
         for name, child in elements:
-            yield from _stack_elements(child, f"{prefix}{name}.", within)
+            yield from _stack_elements(child, f"{prefix}{name}.", holders, repeated)
         return
     elements = [(n, c) for n, c in elements if _is_composite(c)]
-    if isinstance(module, nn.Sequential):
-        elements = _between_stem_and_head(elements, within.repeated)
-    else:
-        within = replace(within, in_list=True)
-    for name, child in elements:
-        yield from _element_blocks(child, f"{prefix}{name}", within)
+    in_list = not isinstance(module, nn.Sequential)
+    for name, child in elements if in_list else _between_stem_and_head(elements, repeated):
+        yield from _element_blocks(child, f"{prefix}{name}", holders, in_list)
 
 
-def _element_blocks(element: nn.Module, name: str, within: _Container) -> Iterator[_Element]:
+def _element_blocks(element: nn.Module, name: str, holders: Set[int], in_list: bool) -> Iterator[_Element]:
     """The element itself, or, if it only groups others, what it groups."""
     inner = unwrapped(element)
-    if not _is_callable(inner):  # nobody calls it, so it cannot be a block; each of its layers is called
-        for name_in, child in inner.named_children():
-            yield from _element_blocks(child, f"{name}.{name_in}", within)
-    elif isinstance(inner, nn.Sequential) and _groups(inner, within.holders):
-        for name_in, child in inner.named_children():
-            if _is_composite(child):
-                yield from _element_blocks(child, f"{name}.{name_in}", within)
-    else:
-        yield _Element(canonical_fqn(name), element, within.in_list)
+    is_group = isinstance(inner, nn.Sequential) and _groups(inner, holders)
+    if _is_callable(inner) and not is_group:
+        yield _Element(canonical_fqn(name), element, in_list)
+        return
+    for name_in, child in inner.named_children():
+        # What nobody calls cannot be a block; each of its layers is called.
+        if not is_group or _is_composite(child):
+            yield from _element_blocks(child, f"{name}.{name_in}", holders, in_list)
 
 
 def _groups(module: nn.Sequential, holders: Set[int]) -> bool:

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn as nn
 
-from dmuon.model.blocks import MatrixShape
 from dmuon.model.routing import route_to_blocks
 from dmuon.platform.files import UnreadableFile, read_json
 from dmuon.platform.options import is_integer
+from dmuon.solver import Matrix
 
 
-def read_model(path: str | Path) -> list[MatrixShape]:
+def read_model(path: str | Path) -> list[Matrix]:
     """List every matrix inside the blocks of a model: what Muon owns by default, so no embeddings and no output head.
 
     Reads Hugging Face ``config.json`` files of the model types llama, mistral, qwen2, qwen3 and gpt2, and ``towers`` (a
@@ -37,7 +37,7 @@ def read_model(path: str | Path) -> list[MatrixShape]:
     return matrices_of(ModelConfig.load(path))
 
 
-def matrices_of(config: ModelConfig) -> list[MatrixShape]:
+def matrices_of(config: ModelConfig) -> list[Matrix]:
     """The matrices of :func:`read_model`, of a file that is read already."""
     kind = config.data.get("model_type")
     names = ", ".join(sorted((*_DECODERS, "gpt2", "towers")))
@@ -152,15 +152,15 @@ _GPT2: _Table = (  # as Conv1D stores them: (in, out)
 )
 
 
-def _stack(name: str, layers: int, sizes: Mapping[str, int], table: _Table) -> Iterator[MatrixShape]:
+def _stack(name: str, layers: int, sizes: Mapping[str, int], table: _Table) -> Iterator[Matrix]:
     """The matrices of ``layers`` alike blocks."""
     for layer in range(layers):
         block = f"{name}.{layer}"
         for matrix, rows, cols in table:
-            yield MatrixShape(f"{block}.{matrix}", sizes[rows], sizes[cols], block)
+            yield Matrix(f"{block}.{matrix}", sizes[rows], sizes[cols], block)
 
 
-def _towers(config: ModelConfig) -> Iterator[MatrixShape]:
+def _towers(config: ModelConfig) -> Iterator[Matrix]:
     towers, names = config.data.get("towers"), set()
     is_list = isinstance(towers, list) and towers != [] and all(isinstance(item, dict) for item in towers)
     config.check("towers", is_list, "a non-empty list of objects", towers)
@@ -194,7 +194,7 @@ _LEFT_OUT = frozenset({
 _MAX_MESSAGE = 300  # transformers answers an unknown name with all that it knows
 
 
-def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping[str, Any]) -> list[MatrixShape]:
+def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping[str, Any]) -> list[Matrix]:
     """List what :func:`dmuon.model.routing.route_to_blocks` gives to Muon in the model that ``config`` describes.
 
     The model is built on the meta device.
@@ -224,7 +224,7 @@ def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping
     except ValueError as error:
         raise ValueError(f"{path}: {error}; or time the shapes themselves with dmuon-profile --shapes") from error
     return [
-        MatrixShape(name, rows, cols, route.block)
+        Matrix(name, rows, cols, route.block)
         for route in routes
         if route.block is not None
         for name, rows, cols in route.spec.named(route.fqn, route.param.shape)

@@ -1,19 +1,20 @@
-"""What a rank should hold and send: sums over the rows of ``dmuon.layout.messages``, and memory."""
+"""What a rank should hold and send, from layouts alone."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from operator import add
 from typing import Any
 
 import torch
 
+from dmuon.comm.domain import AllToAll
 from dmuon.dedicated.buffer import OwnedBuffer, fills_wait
 from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.runtime import Runtime
-from dmuon.layout.buffer import Spans
-from dmuon.layout.messages import Message, parcel_messages, region_messages
+from dmuon.layout.buffer import Spans, Transport
 from dmuon.optimizer.muon import Muon
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import make_batches
@@ -83,7 +84,7 @@ class ExchangeBudget:
     sent_before: int
     sent_after: int
     copied: int
-    summed: int = 0
+    summed: int
 
 
 def expected_memory(runtime: Runtime) -> Memory:
@@ -113,33 +114,38 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return dict(found)
 
 
-def expected_traffic(
-    runtime: Runtime, micro_batches: int = 1, *, reductions: int = 1, ns_dtype: torch.dtype | None = None
-) -> Traffic:
-    """Collectives of one step: forward and backward of every micro-batch, and ``step()``.
+def expected_traffic(runtime: Runtime, micro_batches: int = 1, *, ns_dtype: torch.dtype | None = None) -> Traffic:
+    """Collectives of one step: forward and backward of every micro-batch, of which the last reduces, and ``step()``.
 
     Args:
-        reductions: backwards that reduce gradients; the others accumulate.
         ns_dtype: as given to ``dmuon.Muon``; tensor-parallel updates return in it.
     """
     comm = runtime.comm
     calls: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
+
+    def count(purpose: str, transport: Transport, spans: Spans, itemsize: int, times: int = 1) -> None:
+        """What owners send of a flat region, or get of its gradients, so many times."""
+        calls[purpose] += times * _calls(transport, spans)
+        nbytes[purpose] += times * spans.size * itemsize
+
     for buffer in runtime.buffers:
-        segments, parts = _sizes(buffer.layout.segments), _sizes(buffer.layout.parts(comm.at.s))
-        for message in buffer_messages(buffer, segments, parts, micro_batches, reductions):
-            calls[message.purpose] += message.calls
-            nbytes[message.purpose] += message.nbytes
+        layout, weight, gradient = buffer.layout, _itemsize(buffer), buffer.reduce_dtype.itemsize
+        if comm.row is not None:
+            count("fill", layout.row, layout.segments, weight, 1 if buffer.keep else 2 * micro_batches)
+            count("reduce", layout.row, layout.segments, gradient)
+        if comm.column is not None:
+            parts = layout.parts(comm.at.s)
+            count("publish", layout.column, parts, weight)
+            count("reduce", layout.column, parts, gradient)
     if comm.tensor is not None:
         group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": 5, "orthogonalize": None}
         residency = Dedicated(runtime, [])
         for round_ in residency.rounds([make_batches(residency.tasks(), torch.device("meta"))]):
-            if not isinstance(round_, ExchangedRound):
-                continue
-            for message in round_messages(round_, group, comm.device):
-                calls["exchange"] += message.calls
-                if message.source != round_.domain.position or message.purpose == "copy":
-                    nbytes["exchange"] += message.nbytes
+            if isinstance(round_, ExchangedRound):
+                found = _exchange_of(round_, group, comm.device)
+                calls["exchange"] += found.calls
+                nbytes["exchange"] += found.received_before + found.received_after + found.copied
     return Traffic(dict(calls), dict(nbytes))
 
 
@@ -149,79 +155,53 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
     Raises:
         TypeError: a user's own functions exchange matrices; what they send is not known.
     """
-    calls = 0
-    sent: Counter[str] = Counter()
-    received: Counter[str] = Counter()
+    total = ExchangeBudget(*[0] * len(fields(ExchangeBudget)))
     for round_ in optimizer._rounds:
         if not round_.exchanged:
             continue
         if not isinstance(round_, ExchangedRound):
             raise TypeError("gather_fn and redistribute_fn of the distributed_config are a user's own: count them")
-        for message in round_messages(round_, optimizer.param_groups[round_.index], round_.batches[0].device):
-            calls += message.calls
-            way = sent if message.source == round_.domain.position else received
-            way[message.purpose] += message.nbytes
-    return ExchangeBudget(
-        calls=calls,
-        received_before=received["gather"],
-        received_after=received["scatter"] + received["copy"],
-        sent_before=sent["gather"],
-        sent_after=sent["scatter"] + sent["copy"],
-        copied=sent["copy"],
-        summed=received["sum"],
-    )
+        found = _exchange_of(round_, optimizer.param_groups[round_.index], round_.batches[0].device)
+        total = ExchangeBudget(*map(add, astuple(total), astuple(found)))
+    return total
 
 
-def buffer_messages(
-    buffer: OwnedBuffer,
-    segments: Mapping[int, int],
-    parts: Mapping[int, int],
-    micro_batches: int = 1,
-    reductions: int = 1,
-) -> Iterator[Message]:
-    """What this rank takes part in for what a buffer holds, or for some of it.
-
-    Args:
-        segments: elements by shard.
-        parts: elements by replica, of this rank's shard.
-    """
-    comm, layout = buffer.comm, buffer.layout
-    weight, gradient = _itemsize(buffer), buffer.reduce_dtype.itemsize
-    if comm.row is not None:
-        fills = 1 if buffer.keep else 2 * micro_batches
-        yield from region_messages("fill", "shard group", layout.row, segments, weight, fills)
-        yield from region_messages("reduce", "shard group", layout.row, segments, gradient, reductions)
-    if comm.column is not None:
-        yield from region_messages("publish", "replicate group", layout.column, parts, weight, 1)
-        yield from region_messages("reduce", "replicate group", layout.column, parts, gradient, reductions)
-
-
-def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: torch.device) -> Iterator[Message]:
-    """What this rank sends and gets in a round, and the collectives that it starts.
+def _exchange_of(round_: ExchangedRound, group: Mapping[str, Any], device: torch.device) -> ExchangeBudget:
+    """What this rank sends and gets in one round, and the collectives that it starts.
 
     Args:
         group: of the optimizer, which says in which dtypes momentum and updates travel.
         device: of the momentum.
     """
-    position, dtype, strategy = round_.domain.position, round_.batches[0].dtype, round_.parcels[0].strategy
+    here, dtype, strategy = round_.domain.position, round_.batches[0].dtype, round_.parcels[0].strategy
     numerics = numerics_of(group, dtype, device)
     normalized = strategy == "sharded" or (numerics.sent_normalized and strategy != "full_replication")
     before, after = (numerics.storage if normalized else dtype).itemsize, numerics.storage.itemsize
-    for parcel in round_.parcels:
-        yield from (m for m in parcel_messages(parcel, position, before, after) if m.purpose != "copy")
-    for load in round_.copies.loads:  # what goes on to copies is padded where it travels together
-        yield Message("copy", "domain", position, None, load.numel_out * after, load.calls)
-        yield Message("copy", "domain", None, position, (load.numel - load.numel_out) * after)
-    yield Message("gather", "domain", None, None, 0, int(any(before.travels for before, _ in round_.routes)))
-    yield Message("scatter", "domain", None, None, 0, int(any(after.travels for _, after in round_.routes)))
-    here = [one for one in round_.batches if one.parcel.is_for(position)] if isinstance(round_, ShardedRound) else ()
-    for batch in here:
-        blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.storage.itemsize)
-        yield Message("sum", "team", None, None, blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
+    gather, scatter = (AllToAll(routes, round_.domain) for routes in zip(*round_.routes, strict=True))
+    loads = round_.copies.loads  # what goes on to copies is padded where it travels together
+    copied = after * sum(end - start for start, end in (load.spans[load.line.position] for load in loads))
+    calls = gather.travels + scatter.travels + sum(_calls(load.transport, load.spans) for load in loads)
+    summed = 0
+    if isinstance(round_, ShardedRound):
+        for batch in round_.batches:
+            if batch.parcel.is_for(here):
+                blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, after)
+                calls += blocks
+                summed += blocks * batch.count * min(batch.shape) ** 2 * wide
+    return ExchangeBudget(
+        calls=calls,
+        received_before=before * sum(gather.incoming),
+        received_after=after * (sum(scatter.incoming) + sum(load.spans.size for load in loads)) - copied,
+        sent_before=before * sum(gather.outgoing),
+        sent_after=after * sum(scatter.outgoing) + copied,
+        copied=copied,
+        summed=summed,
+    )
 
 
-def _sizes(spans: Spans) -> dict[int, int]:
-    return {position: end - start for position, (start, end) in spans.filled.items()}
+def _calls(transport: Transport, spans: Spans) -> int:
+    """Collectives that carry a flat region."""
+    return 1 if transport == "single" else len(spans.filled)
 
 
 def _itemsize(buffer: OwnedBuffer) -> int:

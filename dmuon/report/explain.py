@@ -26,7 +26,7 @@ from dmuon.optimizer.muon import Muon
 from dmuon.optimizer.notices import taken_whole
 from dmuon.platform.options import check_integer
 from dmuon.report.accounting import expected_memory, expected_traffic, state_bytes
-from dmuon.report.matrices import MatrixRow, RankSums, is_laid_out, matrix_rows, rank_sums
+from dmuon.report.matrices import MatrixRow, RankSums, matrix_rows, rank_sums
 from dmuon.step.update import name_of
 
 _FROZEN = "frozen"  # a reason begins with it
@@ -58,7 +58,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
         check_integer("max_rows", max_rows, 1)
     dedicated = dedications(model)
     rows = matrix_rows(model, optimizer, dedicated)
-    anew = [] if optimizer is None or is_laid_out(optimizer) else [_ANEW, ""]
+    anew = [] if optimizer is None or optimizer._is_as_laid_out() else [_ANEW, ""]
     muon, rest = _tensors(model, optimizer, dedicated)
     lines = [*anew, *_matrices(muon, rows, max_rows)]
     lines += [*_on_adamw(rest, max_rows), "", _counts(muon, rest)]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.dedication import Dedication
-from dmuon.dedicated.matrix import Part, resting
+from dmuon.dedicated.matrix import resting
 from dmuon.exchanged.user_round import UserRound
 from dmuon.kernels import step_variant
 from dmuon.layout.matrices import Parcel, numbered
@@ -89,7 +89,7 @@ def matrix_rows(model: nn.Module, optimizer: Muon | None, dedicated: Sequence[De
     Communicates nothing: of other ranks' calls it knows those of matrices that they share with this one. Of an
     optimizer that is not laid out it knows no calls.
     """
-    ready = optimizer is not None and is_laid_out(optimizer)
+    ready = optimizer is not None and optimizer._is_as_laid_out()
     calls = list(_calls(optimizer)) if optimizer is not None and ready else []
     names = {id(resting(param)): canonical_fqn(name) for name, param in inside_ddp(model).named_parameters()}
     order = {name: i for i, name in enumerate(names.values())}
@@ -100,11 +100,6 @@ def matrix_rows(model: nn.Module, optimizer: Muon | None, dedicated: Sequence[De
         rows += _others(optimizer, [call for call in calls if id(call.batch.params[0]) not in known], names)
         rows += _elsewhere(optimizer, names)
     return sorted(rows, key=lambda row: (order.get(row.tensor, len(order)), row.number or 0))
-
-
-def is_laid_out(optimizer: Muon) -> bool:
-    """Whether owners are known of what is in its groups: a copy, or one whose groups were edited, decides in a step."""
-    return optimizer._is_as_laid_out()
 
 
 def rank_sums(rows: Sequence[MatrixRow]) -> dict[GlobalRank, RankSums]:
@@ -155,43 +150,47 @@ def _owned(
     dedication: Dedication, optimizer: Muon | None, calls: Sequence[_Call], names: Mapping[int, str]
 ) -> list[MatrixRow]:
     runtime, plan = dedication.runtime, dedication.plan
+    comm = runtime.comm
     planned = {m.name: m for m in plan.matrices}
-    shares = _shares(plan, Counter(_Kind(plan.owners[m.name], (m.rows, m.cols), m.pool) for m in plan.matrices))
+    kinds = {m.name: (plan.owners[m.name], (m.rows, m.cols), m.pool) for m in plan.matrices}
+    counts = Counter(kinds.values())
     own = {(id(param), number or 0): call for call in calls for param, number in call.batch.labels}
     groups = {} if optimizer is None else {id(p): g for g in optimizer.param_groups for p in g["params"]}
     rows = []
-    for buffer in runtime.buffers:
-        for matrix in buffer.matrices:
-            group = groups.get(id(matrix.rest))
-            for part in matrix.parts:
-                name = f"{matrix.fqn}[{part.number}]" if matrix.is_split else matrix.fqn
-                one = planned[name]
-                of_owner = shares[_Kind(plan.owners[name], (one.rows, one.cols), one.pool)]
-                call = own.get((id(matrix.rest), part.number))
-                runs, batch = ("", of_owner.batch) if call is None else (call.runs, call.batch.count)
-                if call is None and group is not None:
-                    numerics = numerics_of(group, matrix.master.dtype, runtime.comm.device)
-                    runs = _runs(numerics, part.shape, batch, runtime.comm.device)
-                row = MatrixRow(
-                    tensor=names.get(id(matrix.rest), matrix.fqn),
-                    number=part.number if matrix.is_split else None,
-                    shape=part.shape,
-                    lies=planned[name].block,
-                    owner=_owner(part, dedication),
-                    call=None if call is None else call.number,
-                    batch=batch,
-                    runs=runs,
-                    predicted_ns=of_owner.ns,
-                )
-                rows.append(row)
+    for matrix in runtime.matrices():
+        group = groups.get(id(matrix.rest))
+        for part in matrix.parts:
+            name = f"{matrix.fqn}[{part.number}]" if matrix.is_split else matrix.fqn
+            predicted_ns, batch = _predicted(plan, kinds[name][1], counts[kinds[name]])
+            call, runs = own.get((id(matrix.rest), part.number)), ""
+            if call is not None:
+                runs, batch = call.runs, call.batch.count
+            elif group is not None:
+                numerics = numerics_of(group, matrix.master.dtype, comm.device)
+                runs = _runs(numerics, part.shape, batch, comm.device)
+            owner = comm.ranks[part.owner]
+            if part.parcel is not None:
+                owner = comm.topology.rank_at(part.at.r, part.at.s, part.parcel.owner)
+            row = MatrixRow(
+                tensor=names.get(id(matrix.rest), matrix.fqn),
+                number=part.number if matrix.is_split else None,
+                shape=part.shape,
+                lies=planned[name].block,
+                owner=owner,
+                call=None if call is None else call.number,
+                batch=batch,
+                runs=runs,
+                predicted_ns=predicted_ns,
+            )
+            rows.append(row)
     return rows
 
 
-def _owner(part: Part, dedication: Dedication) -> GlobalRank:
-    comm = dedication.runtime.comm
-    if part.parcel is None:
-        return comm.ranks[part.owner]
-    return comm.topology.rank_at(part.at.r, part.at.s, part.parcel.owner)
+def _predicted(plan: OwnerPlan, shape: tuple[int, int], count: int) -> tuple[float | None, int]:
+    """Of one of ``count`` matrices that the planner counts together: its time, and the size of its batch."""
+    sides = min(shape), max(shape)
+    ns = None if plan.costs is None else plan.costs.cost(sides, count) / count
+    return ns, min(count, plan.chunks[sides])
 
 
 # -- everything else ------------------------------------------------------------------------------------------------
@@ -200,11 +199,10 @@ def _owner(part: Part, dedication: Dedication) -> GlobalRank:
 def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -> list[MatrixRow]:
     layouts = None if optimizer._exchange is None else optimizer._exchange.layouts
     plans = {} if layouts is None else layouts.plans
-    owned: dict[int, Counter[_Kind]] = {}  # by domain
+    counts: Counter[object] = Counter()
     for call in calls:
         if isinstance(call.batch, SharedBatch) and _is_planned(call.batch.parcel):
-            owned.setdefault(id(call.batch.domain), Counter())[_kind(call.batch)] += call.batch.count
-    shares: dict[int, Mapping[_Kind, _Share]] = {}
+            counts[_kind(call.batch)] += call.batch.count
     rows = []
     for call in calls:
         batch = call.batch
@@ -212,10 +210,7 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
         predicted = None
         strategy = batch.parcel.way if isinstance(batch, SharedBatch) else "owner"
         if isinstance(batch, SharedBatch) and _is_planned(batch.parcel) and batch.domain.ranks in plans:
-            domain = id(batch.domain)
-            if domain not in shares:
-                shares[domain] = _shares(plans[batch.domain.ranks], owned[domain])
-            predicted = shares[domain][_kind(batch)].ns
+            predicted, _ = _predicted(plans[batch.domain.ranks], batch.shape, counts[_kind(batch)])
         row = MatrixRow(
             tensor="",
             number=None,
@@ -290,39 +285,10 @@ def _ranks(ranks: Sequence[GlobalRank]) -> str:
     return " ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} … {ranks[-1]} ({len(ranks)})"
 
 
+def _kind(batch: SharedBatch) -> object:
+    """The same for matrices that the planner counts together: domain, owner, stored shape, and who has parts."""
+    return id(batch.domain), batch.parcel.owner, batch.shape, batch.parcel.holders
+
+
 def _is_planned(parcel: Parcel) -> bool:
     return len(parcel.holders) > 1 and parcel.has_owner
-
-
-# -- predictions ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """Of one matrix among those of its kind: predicted time, and the planned size of its batch."""
-
-    ns: float | None
-    batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What matrices have in common that may be in one batch, as the planner counts: owner, stored shape, pool."""
-
-    owner: Position
-    shape: tuple[int, int]
-    pool: object
-
-
-def _kind(batch: SharedBatch) -> _Kind:
-    return _Kind(batch.parcel.owner, batch.shape, batch.parcel.holders)
-
-
-def _shares(plan: OwnerPlan, owned: Mapping[_Kind, int]) -> dict[_Kind, _Share]:
-    """``owned``: how many matrices there are."""
-    shares = {}
-    for kind, count in owned.items():
-        sides = min(kind.shape), max(kind.shape)
-        ns = None if plan.costs is None else plan.costs.cost(sides, count) / count
-        shares[kind] = _Share(ns, min(count, plan.chunks[sides]))
-    return shares

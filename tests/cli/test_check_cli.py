@@ -17,8 +17,8 @@ import torch
 from harness.commands import command
 from harness.limits import PROGRAM_SECONDS
 
-from dmuon.tools.check import device, report, training
-from dmuon.tools.cli.check import launch
+from dmuon.tools.check import TOPOLOGIES, Layout, Line, layout_of
+from dmuon.tools.cli import check
 
 main = command("dmuon-check")
 
@@ -87,9 +87,9 @@ def test_four_ranks_pass_on_every_topology_that_fits() -> None:
 # What each rank runs before `main`, and the checks of which a line then fails.
 PLANTS = {
     "parity, collectives, ownership, same bits, checkpoint": """
-reference.DECAY = 5.0  # of the one process
+training.DECAY = 5.0  # of the one process
 expected = training.expected_traffic
-training.expected_traffic = lambda runtime: replace(expected(runtime), calls={"fill": 1})
+training.expected_traffic = lambda runtime, **given: replace(expected(runtime, **given), calls={"fill": 1})
 training.is_matrix = lambda name: name.endswith('up.weight')
 unsharded = training._unsharded
 training._unsharded = lambda model: {n: t + int(os.environ["RANK"]) * 1e-7 for n, t in unsharded(model).items()}
@@ -100,8 +100,7 @@ training.set_state_dict = lambda *args, **kwargs: None""",
 PROGRAM = """
 import os, sys
 from dataclasses import replace
-import dmuon.tools.check.reference as reference
-import dmuon.tools.check.training as training
+import dmuon.tools.check as training
 from dmuon.tools.cli.check import main
 
 def raise_on(owner, name, ranks):
@@ -186,14 +185,14 @@ def test_bad_options_are_named_before_anything_runs(
 
 
 def test_a_first_run_has_a_rank_for_each_of_up_to_eight_gpus() -> None:
-    assert [launch(gpus, ["--first-run"])[4] for gpus in (0, 1, 2, 5, 16)] == [
+    assert [check.launch(gpus, ["--first-run"])[4] for gpus in (0, 1, 2, 5, 16)] == [
         f"--nproc-per-node={ranks}" for ranks in (2, 2, 2, 5, 8)
     ]
 
 
 # -- what forbids a run -------------------------------------------------------------------------------------------
 
-GPU = device.Machine("2.13", "0.1", "NCCL 2.30", "H100", "a")
+GPU = check.Machine("2.13", "0.1", "NCCL 2.30", "H100", "a")
 
 
 class TwoRanks:
@@ -204,15 +203,15 @@ class TwoRanks:
     class timeout:
         total_seconds = staticmethod(lambda: 10.0)
 
-    def __init__(self, error: str | None = None, lines: list[report.Line] | None = None) -> None:
+    def __init__(self, error: str | None = None, lines: list[Line] | None = None) -> None:
         self.other = (error, False, lines or [])
 
     def gather(self, item: Any) -> list[Any]:
         return [item, self.other]
 
 
-def board_of(error: str | None = None, *lines: report.Line) -> report.Board:
-    return report.Board(TwoRanks(error, [*lines]))  # type: ignore[arg-type]
+def board_of(error: str | None = None, *lines: Line) -> check.Board:
+    return check.Board(TwoRanks(error, [*lines]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -221,13 +220,13 @@ def board_of(error: str | None = None, *lines: report.Line) -> report.Board:
         ({}, "info", "torch 2.13, dmuon 0.1, NCCL 2.30, 1 host, 2 × H100"),
         ({"device": "A100"}, "fail", "A100 on rank 1, H100 on rank 0; choose GPUs of one kind by CUDA_VISIBLE"),
         ({"torch_version": "2.12"}, "fail", "ranks differ in torch version: 2.12 on rank 1, 2.13 on rank 0; install"),
-        ({"fault": f"{device._NO_BUILD} (gcc)"}, "fail", "rank 1: the kernel does not build (gcc); Triton needs a C"),
+        ({"fault": f"{check._NO_BUILD} (gcc)"}, "fail", "rank 1: the kernel does not build (gcc); Triton needs a C"),
         ({"fault": "compute capability 7.5"}, "warn", "rank 1: compute capability 7.5; cuBLAS and operations of torch"),
     ],
 )
 def test_what_forbids_the_run_is_named_with_its_remedy(other: dict[str, str], status: str, text: str) -> None:
     board = board_of()
-    assert device.describe(board, [GPU, replace(GPU, **other)]) == 1  # type: ignore[arg-type]
+    assert check.describe(board, [GPU, replace(GPU, **other)]) == 1  # type: ignore[arg-type]
     line = board.lines[-1]
     assert line.status == status and text in line.text
     assert board.failed == (status == "fail")
@@ -238,7 +237,7 @@ def test_why_cuda_does_not_start_is_named(ended: Callable[..., Any], monkeypatch
         raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 10010)")
 
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is built without CUDA; install" in str(device.cuda_fault())
+    assert "is built without CUDA; install" in str(check.cuda_fault())
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", fail)
     done = ended(main, "--first-run")
@@ -257,14 +256,14 @@ def test_why_cuda_does_not_start_is_named(ended: Callable[..., Any], monkeypatch
     ],
 )
 def test_the_worst_rank_decides(here: float, there: float, text: str) -> None:
-    board = board_of(None, report.Line("x", "there", there, 1, "error"))
-    board.judge("x", "1d 2", lambda: [report.Line("x", "here", here, 1, "error")])
+    board = board_of(None, Line("x", "there", there, 1, "error"))
+    board.judge("x", "1d 2", lambda: [Line("x", "here", here, 1, "error")])
     [line] = board.lines
     assert line.text == text and line.status == ("pass" if there < 1 else "fail")
 
 
 def test_the_same_error_on_all_ranks_fails_one_line_and_goes_on() -> None:
-    def fail() -> list[report.Line]:
+    def fail() -> list[Line]:
         raise ValueError("rank 0 cannot")
 
     board = board_of("ValueError: rank 1 cannot")
@@ -274,17 +273,17 @@ def test_the_same_error_on_all_ranks_fails_one_line_and_goes_on() -> None:
 
 def test_an_error_on_some_ranks_only_stops() -> None:
     board = board_of("ValueError: there")
-    with pytest.raises(report.Stopped):
+    with pytest.raises(check.Stopped):
         board.judge("x", "1d 2", list)
     assert board.lines[0].text == "on 1 ranks, first rank 1: ValueError: there"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 64])
-@pytest.mark.parametrize("name", training.TOPOLOGIES)
+@pytest.mark.parametrize("name", TOPOLOGIES)
 def test_layouts_use_every_rank(name: str, world: int) -> None:
     for hosts in (1, 2, 4):
-        layout = training.layout_of(name, world, hosts)
-        if isinstance(layout, training.Layout):
+        layout = layout_of(name, world, hosts)
+        if isinstance(layout, Layout):
             assert math.prod(extent for _, extent in layout.dims) == world
         else:
             assert layout.startswith("needs ")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels import Variant, drop_graphs, orthogonalize
-from dmuon.tools.check import device as check
+from dmuon.tools.cli import check
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
 replay = importlib.import_module("dmuon.kernels.replay")

@@ -15,7 +15,7 @@ import pytest
 
 from dmuon import OwnerPlan
 from dmuon.platform.files import read_bytes, write_bytes
-from dmuon.tools.cli.arguments import require_target
+from dmuon.tools.cli import require_target
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what another user owns")
 

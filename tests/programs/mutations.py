@@ -132,10 +132,10 @@ FAULTS = {
         "recorded_update_without_learning_rate": "of_update« * factor**2→», of_weight",
     },
     "tests/report/test_matrix_tables.py -k calls": {
-        "predictions_by_shape_alone": "_Kind(plan.owners[m.name], «(m.rows, m.cols)→m.shape», m.pool)",
+        "predictions_by_shape_alone": "{m.name: (plan.owners[m.name], «(m.rows, m.cols)→m.shape», m.pool)",
     },
     "tests/report/test_exchange_accounting.py": {
-        "bytes_of_updates_forgotten": '(("gather", before), ("scatter", «after→0»))',
+        "bytes_of_updates_forgotten": "received_after=«after→0» * (sum(scatter.incoming)",
     },
 }
 

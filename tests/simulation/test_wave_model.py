@@ -13,8 +13,7 @@ from dmuon.kernels import choose_variant, coefficient_sequence, rule_on
 from dmuon.kernels import variant as variant_module
 from dmuon.kernels.variant import relative_cost
 from dmuon.planning.device_key import NsOptions
-from dmuon.tools.simulation.hardware import HARDWARE
-from dmuon.tools.simulation.wave_model import wave_costs
+from dmuon.tools.simulation.hardware import HARDWARE, wave_costs
 
 DEVICES = {name: machine.device for name, machine in HARDWARE.items()}
 H200 = DEVICES["h200"]

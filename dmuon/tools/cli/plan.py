@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -16,7 +16,7 @@ from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
 from dmuon.solver import CostTable, Matrix, Method, Plan, Rank, Shape, SolveOptions, plan
-from dmuon.tools.cli.arguments import (
+from dmuon.tools.cli import (
     BadArgument,
     Parser,
     count,
@@ -27,10 +27,9 @@ from dmuon.tools.cli.arguments import (
     require_target,
     seconds,
 )
-from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, hardware
+from dmuon.tools.simulation.hardware import HARDWARE, Device, Hardware, Topology, describe, hardware, wave_costs
 from dmuon.tools.simulation.prediction import meshes, recommend, report
 from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
-from dmuon.tools.simulation.wave_model import describe, wave_costs
 
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"
@@ -53,31 +52,6 @@ _UNPREDICTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """What is asked: a model on a grid of ranks, with costs, and with a workload where steps are predicted."""
-
-    matrices: tuple[Matrix, ...]
-    ranks: tuple[Rank, ...]
-    costs: FoundCosts
-    exchanged_costs: CostTable
-    options: SolveOptions
-    machine: Hardware
-    topology: Topology
-    workload: Workload | None
-    efficiency: float
-
-    def solve(self, options: SolveOptions) -> Plan:
-        return plan(self.matrices, self.ranks, self.costs.table, options)
-
-    def scenario(self, result: Plan) -> Scenario:
-        """What a step of ``result`` is predicted from."""
-        assert self.workload is not None
-        return Scenario(
-            self.workload, result, self.exchanged_costs, self.machine, self.topology, efficiency=self.efficiency
-        )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan for a model's ``config.json`` at a world size; the exit status of invalid input is 2."""
     return _parser().run(argv, _run)
@@ -86,31 +60,45 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         require_target("--json", arguments.json)
-    question = _question(arguments)
+    machine = hardware(arguments.device or _DEFAULT_DEVICE, **_overrides(arguments.set))
+    topology = _topology(arguments, machine)
+    matrices = [replace(m, nbytes=2 * m.rows * m.cols) for m in read_model(arguments.model)]  # bf16 travels
+    workload = Workload.from_config(
+        arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
+    )
+    costs = _costs(arguments.costs, machine, matrices)
+    exchanged_costs = costs.table
+    if topology.tp > 1:
+        table = costs.table.with_transfer({shape: _gather_ns(shape, machine, topology) for shape in costs.table.costs})
+        source = f"{costs.source}, gather and scatter over {topology.tp} tensor-parallel ranks added"
+        costs = FoundCosts(table, source)
+    options = SolveOptions(
+        method=arguments.method,
+        gap_target=arguments.gap / 100,
+        time_limit_s=arguments.time_limit,
+        byte_slack=arguments.byte_slack / 100,
+    )
+    ranks = [Rank(i, node=i // topology.gpus_per_node) for i in range(topology.world)]
     started = time.perf_counter()
-    result = question.solve(question.options)
+    result = plan(matrices, ranks, costs.table, options)
     seconds = time.perf_counter() - started
+    predicts = arguments.costs == "wave" or arguments.device is not None
     lines: list[str] = []
-    if question.workload is None:
-        lines += [_UNPREDICTED]
-    else:
-        scenario = question.scenario(result)
-        found = recommend(scenario, [*meshes(scenario.topology)] if arguments.recommend else [scenario.topology])
+    if predicts:
+        scenario = Scenario(workload, result, exchanged_costs, machine, topology, efficiency=arguments.efficiency)
+        found = recommend(scenario, [*meshes(topology)] if arguments.recommend else [topology])
         lines += [*found.answer(), "", report(scenario)]
         if arguments.recommend:
             lines += ["", *found.table()]
-    if arguments.verbose or question.workload is None:
-        lines += [
-            "",
-            f"costs: {question.costs.source}",
-            result.report(),
-            _memory(question, result),
-            f"planned in {seconds:.2f} s",
-        ]
+    else:
+        lines += [_UNPREDICTED]
+    if arguments.verbose or not predicts:
+        lines += ["", f"costs: {costs.source}", result.report(), _memory(result, machine.device)]
+        lines += [f"planned in {seconds:.2f} s"]
     # Before anything is written: a full disk must not cost the report.
     print(fitted("\n".join(lines).strip("\n")), flush=True)
     if arguments.json is not None:
-        OwnerPlan.from_solution(result, question.costs).save(arguments.json)
+        OwnerPlan.from_solution(result, costs).save(arguments.json)
         print(f"wrote {arguments.json}")
     return 0
 
@@ -166,33 +154,6 @@ def _parser() -> Parser:
     return parser
 
 
-def _question(arguments: argparse.Namespace) -> _Question:
-    machine = hardware(arguments.device or _DEFAULT_DEVICE, **_overrides(arguments.set))
-    topology = _topology(arguments, machine)
-    shapes = read_model(arguments.model)
-    matrices = tuple(Matrix(m.name, m.rows, m.cols, m.block, 2 * m.rows * m.cols) for m in shapes)  # bf16 travels
-    workload = Workload.from_config(
-        arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
-    )
-    costs = _costs(arguments.costs, machine, matrices)
-    exchanged_costs = costs.table
-    if topology.tp > 1:
-        table = costs.table.with_transfer({shape: _gather_ns(shape, machine, topology) for shape in costs.table.costs})
-        source = f"{costs.source}, gather and scatter over {topology.tp} tensor-parallel ranks added"
-        costs = FoundCosts(table, source)
-    options = SolveOptions(
-        method=arguments.method,
-        gap_target=arguments.gap / 100,
-        time_limit_s=arguments.time_limit,
-        byte_slack=arguments.byte_slack / 100,
-    )
-    ranks = tuple(Rank(i, node=i // topology.gpus_per_node) for i in range(topology.world))
-    predicted = workload if arguments.costs == "wave" or arguments.device is not None else None
-    return _Question(
-        matrices, ranks, costs, exchanged_costs, options, machine, topology, predicted, arguments.efficiency
-    )
-
-
 def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:
     per_node = min(machine.gpus_per_node, arguments.world)
     if arguments.nodes is not None:
@@ -231,12 +192,12 @@ def _gather_ns(shape: Shape, machine: Hardware, topology: Topology) -> int:
     return math.ceil(2e9 * ((topology.tp - 1) * link.latency_s + nbytes / link.bandwidth))
 
 
-def _memory(question: _Question, result: Plan) -> str:
+def _memory(result: Plan, device: Device) -> str:
     """What the largest owner keeps, against the device."""
     nbytes = [0] * result.world
     for m in result.matrices:
         nbytes[result.owners[m.name]] += m.state_bytes
-    most, device = max(nbytes), question.machine.device
+    most = max(nbytes)
     return (
         f"the largest owner keeps {most / 2**30:.2f} GiB of fp32 masters and momentum, "
         f"{most / device.memory:.1%} of an {device.name}"

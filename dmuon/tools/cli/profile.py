@@ -16,7 +16,7 @@ from dmuon.planning.cost_cache import CostCache, Entries, parse_shape, user_cach
 from dmuon.planning.device_key import NsOptions, device_key
 from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, settled, useful_batch_sizes
 from dmuon.solver import Shape
-from dmuon.tools.cli.arguments import BadArgument, Parser, count, removed, require_target, seconds
+from dmuon.tools.cli import BadArgument, Parser, count, removed, require_target, seconds
 
 _DTYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _READ = "a cost cache is JSON with a timing for each shape and batch size, and to measure prints it as a table"
@@ -117,7 +117,7 @@ def _counts(model: str | None, shapes: str, limit: int) -> Counter[Shape]:
     """Matrices per shape; of a shape that is named, ``limit``."""
     counts: Counter[Shape] = Counter()
     if model is not None:
-        counts.update((min(m.rows, m.cols), max(m.rows, m.cols)) for m in read_model(model))
+        counts.update(matrix.shape for matrix in read_model(model))
     for text in filter(None, (part.strip() for part in shapes.split(","))):
         try:
             small, large = sorted(parse_shape(text))

@@ -22,12 +22,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dmuon.model.blocks import MatrixShape
 from dmuon.model.config import ModelConfig, expert_count, matrices_of
 from dmuon.platform.options import is_integer
-from dmuon.solver import CostTable, Plan
-from dmuon.tools.simulation.hardware import Collective, Group, Hardware, Topology, travel
-from dmuon.tools.simulation.wave_model import UPDATE_BYTES
+from dmuon.solver import CostTable, Matrix, Plan
+from dmuon.tools.simulation.hardware import UPDATE_BYTES, Collective, Group, Hardware, Topology, travel
 
 # -- what a model computes ------------------------------------------------------------------------------------------
 
@@ -96,7 +94,7 @@ class Workload:
         if tokens % sequence:
             raise ValueError(f"tokens={tokens} must be a multiple of sequence={sequence}; give whole sequences")
         config = ModelConfig.load(path)
-        members: dict[str, list[MatrixShape]] = {}
+        members: dict[str, list[Matrix]] = {}
         for matrix in matrices_of(config):
             members.setdefault(matrix.block, []).append(matrix)
         met = _experts_met(config) if any(_is_expert(m) for owned in members.values() for m in owned) else 1.0
@@ -116,7 +114,7 @@ class Workload:
         return sum(b.forward_flops + b.backward_flops for b in (*self.blocks, self.ends))
 
 
-def _is_expert(matrix: MatrixShape) -> bool:
+def _is_expert(matrix: Matrix) -> bool:
     """Whether a matrix is a routed expert."""
     return ".experts." in matrix.name
 
@@ -129,7 +127,7 @@ def _experts_met(config: ModelConfig) -> float:
     return config.integer(name) / experts
 
 
-def _attention_width(matrices: Iterable[MatrixShape]) -> int:
+def _attention_width(matrices: Iterable[Matrix]) -> int:
     """Width of all heads' keys and values together, which is what an ordered pair of tokens costs in operations.
 
     A pair takes ``2 · key width`` for its score and ``2 · value width`` for its value; half of the pairs are masked.
@@ -143,7 +141,7 @@ def _attention_width(matrices: Iterable[MatrixShape]) -> int:
     return width
 
 
-def _hidden(config: ModelConfig, matrices: Iterable[MatrixShape]) -> int:
+def _hidden(config: ModelConfig, matrices: Iterable[Matrix]) -> int:
     """Width of the residual stream: what attention writes, or what the config says; 0 where neither tells."""
     for m in matrices:
         if m.name.endswith(("self_attn.o_proj.weight", "attn.c_proj.weight")):

@@ -76,11 +76,6 @@ class MilpSolver:
         return status
 
 
-def knapsack_items(problem: Problem, capacity: int) -> int:
-    """Items of one pricing problem: what its cost grows with."""
-    return int(problem.most(capacity).max(axis=1).sum())
-
-
 @dataclass(eq=False)
 class PatternPool:
     """Patterns found so far, ``(kind, counts)``, in the order in which they were found."""
@@ -141,9 +136,6 @@ class PatternPool:
 
         First the integer program over all patterns, then, if these do not suffice, a dive: patterns that the linear
         program wants whole are taken, and new ones are priced for the rest. ``None`` proves nothing.
-
-        Raises:
-            SolverFailed: a crash, or an answer that does not hold.
         """
         problem = self.problem
         members, ranks = np.array(problem.members), np.array(problem.ranks_per_kind)

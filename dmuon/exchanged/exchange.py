@@ -22,9 +22,9 @@ from dmuon.exchanged.copies_vote import Copies, CopiesVote
 from dmuon.exchanged.generators import ByLayout, default_config, recipe_of
 from dmuon.exchanged.layouts import Layouts, lay_out, owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
-from dmuon.layout.matrices import Parcel, Region, Strategy, numbered, spread_over_all, stack_shape
+from dmuon.layout.matrices import Region, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_replicated, ranks_of_mesh
-from dmuon.layout.topology import GlobalRank, Ranks, listed
+from dmuon.layout.topology import GlobalRank, listed
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of, spec_of
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.torch_private import local_tensor
@@ -68,9 +68,6 @@ def exchange_for(
         ns: how it orthogonalizes.
         strategies: by ``id``, of those parameters that have not just owners.
         start_ns: what this rank is predicted to take for what is not exchanged.
-
-    Raises:
-        ValueError: strategies beside a user's own functions.
     """
     config = given or default_config(copies, params)
     if config is None or not (params or dist.is_initialized()):
@@ -94,7 +91,13 @@ def exchange_for(
         )
         state[LAYOUTS] = layouts
     owners = (GlobalRank(0),) * len(params)
-    refused = _beside_own_functions(strategies, params, names) if strategies and not by_recipe else None
+    beside = [] if by_recipe else [pair for pair in zip(params, names, strict=True) if id(pair[0]) in strategies]
+    refused = None
+    for param, name in beside[:1]:
+        refused = ValueError(
+            f"strategy={strategies[id(param)]!r} for {name!r}, and functions of the user's own in distributed_config "
+            "say who orthogonalizes what: leave strategy= out, or use a generated configuration"
+        )
     first = FirstError(refused, through=(CollectiveError,))
     with first:  # ranks that share other matrices with this one must hear of whatever is raised
         if layouts is not None and assigned is recipe:
@@ -124,24 +127,14 @@ def exchange_for(
                 f"Invalid rank {owners[stranger]} for parameter {names[stranger]!r}: state['process_group'] has ranks "
                 f"{list(domain.ranks)}, one of which must own it"
             )
-    _require_same_owners(exchanged, params, names if layouts is None else layouts.labels, owners, fault)
+    columns = zip(params, names if layouts is None else layouts.labels, owners, strict=True)
+    said = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
+    require_same_in_turn([(one.group, [said[id(p)] for p in members]) for one, members in exchanged], fault)
     domains = domains if params else []  # no other rank has any either
     known = layouts or state[LAYOUTS]
     if by_layout and layouts is not None:
         return LayoutExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
     return UserExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
-
-
-def _beside_own_functions(
-    strategies: Mapping[int, str], params: Sequence[Tensor], names: Sequence[str]
-) -> ValueError | None:
-    for param, name in zip(params, names, strict=True):
-        if id(param) in strategies:
-            return ValueError(
-                f"strategy={strategies[id(param)]!r} for {name!r}, and functions of the user's own in "
-                "distributed_config say who orthogonalizes what: leave strategy= out, or use a generated configuration"
-            )
-    return None
 
 
 def _domain_of_users(
@@ -158,18 +151,6 @@ def _domain_of_users(
     opened = [] if last is None else [domain for domain, _ in last.domains]
     same = (domain for domain in opened if (domain.ranks, domain.device) == (tuple(sorted(ranks)), where))
     return next(same, None) or make_domain(ranks, where)
-
-
-def _require_same_owners(
-    domains: Sequence[tuple[Domain, list[Tensor]]],
-    params: Sequence[Tensor],
-    labels: Sequence[str],
-    owners: Sequence[GlobalRank],
-    fault: Exception | None,
-) -> None:
-    columns = zip(params, labels, owners, strict=True)
-    described = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
-    require_same_in_turn([(domain.group, [described[id(p)] for p in members]) for domain, members in domains], fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +221,6 @@ class Exchange(Residency):
         self._loading: list[tuple[dist.ProcessGroup, set[int]]] = []
         self._ballots = [_Ballot(domain, [*map(id, members)]) for domain, members in self.domains]
 
-    @property
-    def prefetch(self) -> int:
-        return self.config.prefetch_count
-
     @abstractmethod
     def alone(self) -> list[Tensor]:
         """The parameters that need no exchange."""
@@ -261,16 +238,16 @@ class Exchange(Residency):
         self._options = weakref.WeakMethod(options)
         self._loading = []
         self._labels = names
-        layouts = () if self.layouts is None else self.layouts.placed
-        placed = {id(param): one.whole for param, one in zip(self.params, layouts, strict=False) if one is not None}
+        shared = [] if self.layouts is None else self.layouts.shared
+        placed = {id(param): one.whole for param, one in shared}
         for ballot in self._ballots:
             domain, ids = ballot.domain, set(ballot.ids)
-            shared = [[p for p in group if id(p) in ids or self._ranks_of(p) == domain.ranks] for group in groups]
-            ballot.groups = [i for i, params in enumerate(shared) if params]
-            self._loading.append((domain.group, ids.union(id(p) for params in shared for p in params)))
-            domain.monitor.note_options(memberships(shared, names))
+            held = [[p for p in group if id(p) in ids or self._ranks_of(p) == domain.ranks] for group in groups]
+            ballot.groups = [i for i, params in enumerate(held) if params]
+            self._loading.append((domain.group, ids.union(id(p) for params in held for p in params)))
+            domain.monitor.note_options(memberships(held, names))
             copies: dict[Copies, list[Tensor]] = {}
-            for param in (param for params in shared for param in params):
+            for param in (param for params in held for param in params):
                 one = placed.get(id(param)) or self._placed(param)
                 if one is not None and one.ranks == domain.ranks and max(one.layout.replicas):
                     for line in spread_over_all(one.layout).lines:
@@ -315,20 +292,19 @@ class Exchange(Residency):
         options = None if self._options is None else self._options()
         # All domains, whatever happens: their ranks wait for this one.
         voted = set(present)
+        first = FirstError(fault)
         for ballot in self._ballots:
             domain, ids, copies = ballot.domain, ballot.ids, ballot.copies
             said = copies.nothing
-            try:
+            with first:
                 if options is not None:
                     domain.monitor.note_options(options(ballot.groups))
                 said = copies.numbers() if said else said
-            except Exception as error:
-                fault = fault or error
             flags = [*map(present.__contains__, ids), *said]
             if ballot.keeping:  # is momentum to be gathered for those that keep it?
                 flags.append(self.edited or any(one.momenta is None for one in ballot.keeping))
-            try:
-                faulty = None if fault is None else self._rank
+            with first:
+                faulty = None if first.error is None else self._rank
                 with domain.vote_stream.alone():
                     vote = Vote(flags, domain.group, domain.monitor, _VOTE, changed=changed, faulty=faulty)
                     result = vote.result()
@@ -339,12 +315,8 @@ class Exchange(Residency):
                 if ballot.keeping and result.flags[-1]:
                     for round_ in ballot.keeping:
                         round_.momenta = None
-            except Exception as error:
-                fault = fault or error
-                continue
-            voted.update(compress(ids, result.flags))
-        if fault is not None:
-            raise fault
+                voted.update(compress(ids, result.flags))
+        first.throw()
         return None if changed else voted
 
     def _refusal(self, domain: Domain, changed: bool, result: VoteResult) -> RuntimeError:
@@ -393,13 +365,11 @@ class LayoutExchange(Exchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._tasks = tasks(self.layouts, self.owners, self._rank)
-        parcels: dict[Ranks, list[Parcel]] = {ranks: [] for ranks in self.layouts.domains}
-        for task in self._tasks:
-            if task.shared is not None:
-                parcels[task.shared.domain.ranks].append(task.shared.parcel)
-        for ranks, domain in self.layouts.domains.items():  # in one order on all of them
-            connect_copies(domain, dict.fromkeys(parcel.spread for parcel in parcels[ranks]))
-            connect_teams(domain, {len(parcel.team) for parcel in parcels[ranks] if parcel.team})
+        shared = [task.shared for task in self._tasks if task.shared is not None]
+        for domain in self.layouts.domains.values():  # in one order on all of their ranks
+            parcels = [one.parcel for one in shared if one.domain is domain]
+            connect_copies(domain, dict.fromkeys(parcel.spread for parcel in parcels))
+            connect_teams(domain, {len(parcel.team) for parcel in parcels if parcel.team})
 
     def alone(self) -> list[Tensor]:
         return [param for param, placed in zip(self.params, self.layouts.placed, strict=True) if placed is None]
@@ -426,7 +396,7 @@ class LayoutExchange(Exchange):
                     ballots[id(round_.domain)].keeping.append(round_)
                     self.keeps_momentum = True
                 if round_.exchanged:  # the first vote compares it
-                    round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.prefetch}")
+                    round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.config.prefetch_count}")
         return rounds
 
     def table(self) -> list[Exchanged]:
@@ -445,17 +415,16 @@ class LayoutExchange(Exchange):
 
     def shared(self) -> list[Sharing]:
         """Also what one rank has whole of a stack that several hold."""
-        placed = {id(p): one for p, one in zip(self.params, self.layouts.placed, strict=True)}
+        placed = {id(param): one for param, one in self.layouts.shared}
         sharings = []
         for domain, members in self.domains:
             matrices: list[tuple[Tensor, int | None, tuple[int, int]]] = []
             for param in members:
                 one = placed[id(param)]
-                assert one is not None, "several ranks hold it"
                 if one.whole.ranks != domain.ranks:
                     continue
                 for share, numbers in numbered(one.whole.layout, spec_of(param)):
-                    m, n = share.layout.shape
+                    m, n = share.spread.layout.shape
                     matrices += [(param, None if is_one_matrix(param) else number, (m, n)) for number in numbers]
             if matrices:
                 sharings.append(Sharing(domain.group, domain.device, matrices))
@@ -489,11 +458,7 @@ class LayoutExchange(Exchange):
 
 @dataclass(eq=False, repr=False)
 class UserExchange(Exchange):
-    """By a user's ``gather_fn`` and ``redistribute_fn``, or one of them: one parameter of each owner at a time.
-
-    Raises:
-        TypeError: a function that cannot be called with a tensor, a rank and the state.
-    """
+    """By a user's ``gather_fn`` and ``redistribute_fn``, or one of them: one parameter of each owner at a time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -535,12 +500,7 @@ class UserExchange(Exchange):
 
 
 def _row(
-    param: Tensor,
-    name: str,
-    shape: Sequence[int],
-    plain: str,
-    ranks: Sequence[GlobalRank],
-    owner: GlobalRank | None,
+    param: Tensor, name: str, shape: Sequence[int], plain: str, ranks: Sequence[GlobalRank], owner: GlobalRank | None
 ) -> Exchanged:
     """``plain`` says how a tensor lies that is no DTensor."""
     lies_as = ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain

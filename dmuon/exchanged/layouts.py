@@ -25,16 +25,7 @@ from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import this_rank
 from dmuon.exchanged.config import LayoutOptions, LayoutRecipe
-from dmuon.layout.matrices import (
-    Parcel,
-    Region,
-    Share,
-    Strategy,
-    numbered,
-    spread_over_all,
-    stack_shape,
-    team_size,
-)
+from dmuon.layout.matrices import Parcel, Region, Share, Strategy, numbered, spread_over_all, stack_shape, team_size
 from dmuon.layout.parameters import (
     Cuts,
     ParameterLayout,
@@ -94,30 +85,24 @@ class Layouts:
     choices: Mapping[str, Choice] = field(default_factory=dict)
     rankings: Mapping[Ranks, Ranking] = field(default_factory=dict)
 
+    @property
+    def shared(self) -> list[tuple[Tensor, ParameterLayout]]:
+        """The parameters that several ranks hold, and where they lie."""
+        return [(param, one) for param, one in zip(self.params, self.placed, strict=True) if one is not None]
+
     def members(self, domain: Domain) -> list[Tensor]:
         """The parameters that the ranks of ``domain`` share, also those of which some of them exchange a part."""
-        pairs = zip(self.params, self.placed, strict=True)
-        return [
-            param
-            for param, placed in pairs
-            if placed is not None and domain.ranks in (placed.ranks, placed.whole.ranks)
-        ]
+        return [param for param, one in self.shared if domain.ranks in (one.ranks, one.whole.ranks)]
 
     def exchanged(self, domain: Domain) -> list[Tensor]:
         """The parameters of which the ranks of ``domain`` exchange matrices."""
-        pairs = zip(self.params, self.placed, strict=True)
-        return [
-            param
-            for param, placed in pairs
-            if placed is not None and domain.ranks == placed.ranks and (placed.is_part or placed.stack is None)
-        ]
+        own = [(param, one) for param, one in self.shared if domain.ranks == one.ranks]
+        return [param for param, one in own if one.is_part or one.stack is None]
 
     def alike(self, other: Layouts) -> bool:
         """Whether both are of the same parameters, which lie as they did."""
-        return [*map(id, self.params)] == [*map(id, other.params)] and (self.placed, self.strategies) == (
-            other.placed,
-            other.strategies,
-        )
+        mine, theirs = ((one.placed, one.strategies, [*map(id, one.params)]) for one in (self, other))
+        return mine == theirs
 
 
 def lay_out(
@@ -297,7 +282,7 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
         ns: the Newton–Schulz run that costs are of; None: the default one.
         start_ns: what this rank is predicted to take for what is not exchanged.
     """
-    options = layouts.recipe.options
+    options, ns = layouts.recipe.options, ns or NsOptions()
     plans: dict[Ranks, OwnerPlan] = {}
     choices: dict[str, Choice] = {}
     rankings: dict[Ranks, Ranking] = {}
@@ -351,14 +336,10 @@ def _chosen(
     pools: Sequence[frozenset[str]] | None,
     plan: OwnerPlan,
     per_byte: float,
-    ns: NsOptions | None,
+    ns: NsOptions,
     start_ns: int,
 ) -> tuple[dict[str, Choice], OwnerPlan | None, Ranking]:
-    """What is not left to owners, of parameters of ``"auto"`` or with teams; the plan of the rest; the comparison.
-
-    Raises:
-        ValueError: teams in a domain of which only some ranks hold what others share.
-    """
+    """What is not left to owners, of parameters of ``"auto"`` or with teams; the plan of the rest; the comparison."""
     options = layouts.recipe.options
     ways = dict(zip(layouts.labels, layouts.strategies, strict=True))
     auto = {label for label, way in ways.items() if way == "auto"}
@@ -392,7 +373,7 @@ def _chosen(
         replan,
         link,
         domain.device,
-        ns or NsOptions(),
+        ns,
         exchange_ns=2 * link.latency_ns,
         carried_ns_per_byte=link.ns_per_byte,
     )
@@ -415,12 +396,12 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
         if strategy not in ("owner", "auto", "fused") and not team_size(strategy):
             continue
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
-            if len(share.holders) == 1:
+            if len(share.spread.holders) == 1:
                 continue
-            pool = "" if len(share.holders) == len(ranks) else f"ranks {share.holders}"
-            for holder in share.holders if pool else ():
+            pool = "" if len(share.spread.holders) == len(ranks) else f"ranks {share.spread.holders}"
+            for holder in share.spread.holders if pool else ():
                 pools[holder].add(pool)
-            m, n = share.layout.shape
+            m, n = share.spread.layout.shape
             for number in numbers:
                 matrices.append(Matrix(_name_in_plan(param, label, number), m, n, "", m * n * _WIRE_BYTES, pool))
     alike = all(pool == {""} for pool in pools)
@@ -433,7 +414,7 @@ def _planned(
     pools: list[frozenset[str]] | None,
     options: LayoutOptions,
     per_byte: float,
-    ns: NsOptions | None,
+    ns: NsOptions,
     start_ns: int,
 ) -> OwnerPlan:
     said: list[tuple[str, Speeds, int]] = agree(domain.group, None, (gethostname(), options.ranks, start_ns))
@@ -481,7 +462,7 @@ def _owners_in_plan(layouts: Layouts, index: int, placed: ParameterLayout) -> di
     param, label = layouts.params[index], layouts.labels[index]
     planned = layouts.plans[placed.ranks].owners if placed.ranks in layouts.plans else {}
     return {
-        number: placed.ranks[planned.get(_name_in_plan(param, label, number), share.holders[0])]
+        number: placed.ranks[planned.get(_name_in_plan(param, label, number), share.spread.holders[0])]
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first)
         for number in numbers
     }
@@ -504,7 +485,6 @@ def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> l
     Args:
         owners: by index, without :func:`owner_fault`; a stack keeps the owners that were planned for its matrices if
             the plan says the same of its first one, and goes to its owner as a whole otherwise.
-        rank: this one.
     """
     result: list[Task] = []
     for index, (placed, owner) in enumerate(zip(layouts.placed, owners, strict=True)):
@@ -520,11 +500,7 @@ def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> l
 def _tasks_of(
     layouts: Layouts, index: int, placed: ParameterLayout, owners: Mapping[int, GlobalRank], rank: GlobalRank
 ) -> list[Task]:
-    """Matrices of one parameter, in ranges that one rank orthogonalizes.
-
-    Args:
-        owners: by number.
-    """
+    """Matrices of one parameter, in ranges that one rank orthogonalizes, by the owner of each number."""
     result = []
     param = layouts.params[index]
     spec = spec_of(param)
@@ -535,21 +511,21 @@ def _tasks_of(
     offset = 0  # in the local stack
     before: Share | None = None
     for share, numbers in numbered(placed.layout, spec, placed.first):
-        if before is not None and before.start != share.start and position in before.holders:
+        if before is not None and before.start != share.start and position in before.spread.holders:
             offset += before.stop - before.start
         before = share
-        local = position in share.holders
-        if not local and len(share.holders) == 1:  # nobody else needs to know of what one rank has alone
+        local = position in share.spread.holders
+        if not local and len(share.spread.holders) == 1:  # nobody else needs to know of what one rank has alone
             continue
-        m, n = share.layout.shape
+        m, n = share.spread.layout.shape
         plan = layouts.plans.get(placed.ranks)
         planned = None if plan is None else plan.chunks.get((min(m, n), max(m, n)))
         nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
         size = max(1, min(planned or unmeasured_batch((m, n)), layouts.recipe.options.chunk_bytes // nbytes))
-        strategy = cast(Strategy, layouts.strategies[index]) if len(share.holders) > 1 else "owner"
+        strategy = cast(Strategy, layouts.strategies[index]) if len(share.spread.holders) > 1 else "owner"
         choice = layouts.choices.get(layouts.labels[index])
-        team = () if choice is None or len(share.holders) == 1 else choice.team
-        for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
+        team = () if choice is None or len(share.spread.holders) == 1 else choice.team
+        for start, stop, owner in _ranges(placed.ranks, share.spread.holders, [owners[number] for number in numbers]):
             span = (offset + start, offset + stop) if local else (0, 0)
             if flat:
                 region = Region(stack, (0, 1), 2, share.runs[position], is_all=is_one)
@@ -574,11 +550,7 @@ def _tasks_of(
 
 
 def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parcel:
-    """One matrix, or a stack as a whole, that ``owner`` gets.
-
-    Raises:
-        ValueError: ``owner`` does not hold the parameter.
-    """
+    """One matrix, or a stack as a whole, that ``owner`` gets."""
     if owner not in placed.ranks:
         raise _not_held(placed, owner, name)
     return Parcel(1, spread_over_all(placed.layout), position_in(placed.ranks, owner))

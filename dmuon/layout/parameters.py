@@ -88,11 +88,7 @@ def place_dtensor(param: DTensor, name: str, rank: GlobalRank) -> ParameterLayou
 
 
 def place_by_itself(param: Tensor, name: str, rank: GlobalRank) -> ParameterLayout | None:
-    """Where a parameter says itself that it lies, as DTensors and pieces of flat tensors do; None of any other.
-
-    Raises:
-        ValueError: a DTensor or a piece that does not lie as it says.
-    """
+    """Where a parameter says itself that it lies, as DTensors and pieces of flat tensors do; None of any other."""
     if isinstance(param, DTensor):
         return place_dtensor(param, name, rank)
     flat = flat_of(param)
@@ -200,11 +196,7 @@ def _reordered(layout: ShardLayout, order: tuple[int, ...]) -> ShardLayout:
 
 
 def place_replicated(param: Tensor, ranks: Sequence[GlobalRank]) -> ParameterLayout:
-    """Copies of ``param`` on each of ``ranks``.
-
-    Raises:
-        ValueError: for a rank that is named twice.
-    """
+    """Copies of ``param`` on each of ``ranks``."""
     layout = layout_of(param.shape, [len(ranks)], [Replicate()])
     if isinstance(ranks, Ranks):
         return ParameterLayout(ranks, layout)
@@ -236,9 +228,6 @@ def place(
     Args:
         rank: whose parameters these are; one of ``grid.ranks``.
         shard_dims: of all plain parameters, or a function that says it of one.
-
-    Raises:
-        ValueError: by the name of the parameter.
     """
     placed: list[ParameterLayout | None] = []
     cut: dict[int, Cuts] = {}
@@ -315,18 +304,12 @@ def _dims(param: Tensor, name: str, grid: RankGrid, shard_dims: ShardDims) -> Cu
 
 
 def place_shards(
-    cut: Mapping[int, Cuts],
-    shapes: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
-    grid: RankGrid,
-    rank: GlobalRank,
+    cut: Mapping[int, Cuts], shapes: Sequence[Sequence[tuple[str, tuple[int, ...]]]], grid: RankGrid, rank: GlobalRank
 ) -> dict[int, ParameterLayout]:
     """By index, where the plain parameters lie that :func:`place` has found to be cut. All ranks raise the same faults.
 
     Args:
         shapes: of each of ``grid.ranks``, in their order, the names and local shapes of what is cut there.
-
-    Raises:
-        ValueError: ranks have others, or shapes that no tensor can have been cut into.
     """
     names = [[name for name, _ in of_rank] for of_rank in shapes]
     for other, of_rank in zip(grid.ranks, names, strict=True):
@@ -335,26 +318,19 @@ def place_shards(
                 f"rank {other} has sharded parameters {of_rank} and rank {grid.ranks[0]} has {names[0]}; give all "
                 "ranks of the process groups the same parameters in one order, and the same shard_dims"
             )
-    return {
-        index: _place_shard(names[0][number], [of_rank[number][1] for of_rank in shapes], grid, rank, dims)
-        for number, (index, dims) in enumerate(cut.items())
-    }
-
-
-def _place_shard(
-    name: str, shapes: Sequence[tuple[int, ...]], grid: RankGrid, rank: GlobalRank, dims: Cuts
-) -> ParameterLayout:
-    """Where the shards of a plain tensor lie, from the local shapes on all of ``grid.ranks``."""
-    shape_of = dict(zip(grid.ranks, shapes, strict=True))
-    sizes = [grid.sizes[i] for i in dims]
-    apart = [i for i in range(len(grid.sizes)) if i not in dims]
-    placed: dict[GlobalRank, ParameterLayout] = {}
-    for first in grid.line(rank, apart):  # other ranks' parameters as well, so that all ranks raise the same faults
-        line = grid.line(first, dims)
-        about = f"parameter {name!r} is a plain tensor over ranks {list(line)}"
-        try:
-            layout = layout_from_shapes([shape_of[holder] for holder in line], sizes, list(dims.values()))
-        except ValueError as fault:
-            raise ValueError(f"{about}: {fault}; give each rank its shard of one tensor, and shard_dims") from None
-        placed[first] = _placed(line, layout, about)
-    return placed[rank]
+    found: dict[int, ParameterLayout] = {}
+    for number, (index, dims) in enumerate(cut.items()):
+        shape_of = {holder: of_rank[number][1] for holder, of_rank in zip(grid.ranks, shapes, strict=True)}
+        sizes = [grid.sizes[i] for i in dims]
+        apart = [i for i in range(len(grid.sizes)) if i not in dims]
+        for first in grid.line(rank, apart):  # other ranks' parameters as well, so that all ranks raise the same faults
+            line = grid.line(first, dims)
+            about = f"parameter {names[0][number]!r} is a plain tensor over ranks {list(line)}"
+            try:
+                layout = layout_from_shapes([shape_of[holder] for holder in line], sizes, list(dims.values()))
+            except ValueError as fault:
+                raise ValueError(f"{about}: {fault}; give each rank its shard of one tensor, and shard_dims") from None
+            placed = _placed(line, layout, about)
+            if first == rank:
+                found[index] = placed
+    return found

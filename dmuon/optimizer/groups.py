@@ -26,11 +26,9 @@ from dmuon.model.makeup import (
     refusal,
     sites_of,
 )
-from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, shape_of, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, Names, is_remembered, remember_spec, shape_of, spec_of
 from dmuon.model.routing import UNINITIALIZED, Exclude, Route, Select, notice, route_parameters
-from dmuon.optimizer.flat_shards import in_original_shapes, note_flat_shards
-from dmuon.optimizer.options import check_half, check_names, check_options
-from dmuon.optimizer.wrapping import replicated_by_ddp
+from dmuon.optimizer.wrapping import in_original_shapes, note_flat_shards, replicated_by_ddp
 from dmuon.planning.device_key import NS_DEFAULTS
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor, unwrapped_for_ddp
@@ -121,22 +119,17 @@ def _require_averaged(model: nn.Module, outside: Sequence[tuple[str, nn.Paramete
 
 def _groups(routed: Sequence[tuple[Tensor, bool]], names: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Of parameters, and whether Muon takes each; ``names`` are theirs if the user gave any."""
-    muon = [i for i, (_, use_muon) in enumerate(routed) if use_muon]
-    rest = [i for i, (_, use_muon) in enumerate(routed) if not use_muon]
-    parts: list[tuple[list[int], dict[str, Any]]] = [
-        (muon, {"use_muon": True}),
-        ([i for i in rest if len(shape_of(routed[i][0])) >= 2], {"use_muon": False}),
-        ([i for i in rest if len(shape_of(routed[i][0])) < 2], {"use_muon": False, "weight_decay": 0.0}),
+    groups: list[dict[str, Any]] = [
+        {"params": [], "use_muon": True},
+        {"params": [], "use_muon": False},
+        {"params": [], "use_muon": False, "weight_decay": 0.0},
     ]
-    return [
-        {
-            "params": [routed[i][0] for i in members],
-            **({} if names is None else {"param_names": [names[i] for i in members]}),
-            **options,
-        }
-        for members, options in parts
-        if members
-    ]
+    for i, (param, use_muon) in enumerate(routed):
+        group = groups[0 if use_muon else 1 if len(shape_of(param)) >= 2 else 2]
+        group["params"].append(param)
+        if names is not None:
+            group.setdefault("param_names", []).append(names[i])
+    return [group for group in groups if group["params"]]
 
 
 def groups_from(
@@ -144,7 +137,7 @@ def groups_from(
     select: Select | None,
     exclude: Exclude | None,
     lr_multipliers: Mapping[str, float] | None,
-    names: Mapping[int, str],
+    names: Names,
 ) -> list[dict[str, Any]]:
     """What the user passed to ``Muon``, as groups that each have a ``use_muon`` flag.
 
@@ -180,7 +173,7 @@ def groups_from(
 
 
 def _multiplied(
-    groups: list[dict[str, Any]], lr_multipliers: Mapping[str, float] | None, names: Mapping[int, str]
+    groups: list[dict[str, Any]], lr_multipliers: Mapping[str, float] | None, names: Names
 ) -> list[dict[str, Any]]:
     """``groups``, of each of which the parameters that have one factor are a group with that ``lr_multiplier``."""
     if lr_multipliers is None:
@@ -235,9 +228,32 @@ def routed_groups(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _take(tensors: Sequence[Tensor]) -> None:
-    """Let Muon take ``tensors`` by the matrices that they are known to be made of, embeddings with a warning."""
+    """Let Muon take ``tensors`` by the matrices that the modules that hold them are known to make of them.
+
+    A warning names embeddings among them, and output heads that are tied to one or declared to be such. Of other heads
+    a tensor does not say what it is for.
+    """
     with in_original_shapes(tensors) as swap:
-        embeddings = remember_makeups([swap.get(id(tensor), tensor) for tensor in tensors])
+        original = [swap.get(id(tensor), tensor) for tensor in tensors]
+        undecided = [tensor for tensor in original if tensor.ndim > 1 and not _is_decided(tensor)]
+        tree, sites = _sites(undecided)
+        for tensor in undecided:
+            holders = sites.get(id(tensor), ())
+            if not holders:
+                continue
+            makeup = makeup_of(tree, tensor, holders)
+            # A stack is what the group says, and a warning tells what looks fused.
+            for module, name in () if makeup.known or tensor.ndim == 3 else holders:
+                path = longest_path(tree.above(module, name))
+                fault = refusal(tree, module, name, tensor, path)
+                if fault is not None:
+                    raise ValueError(
+                        f"parameter {path!r} {fault}. That needs the model: dmuon.Muon(model, select=…), or groups of "
+                        "dmuon.param_groups(model, select=…)"
+                    )
+            if makeup.known or makeup.unfit is None:
+                remember_spec(tensor, makeup.spec)
+        embeddings = _embeddings(tree, sites)
     for embedding in embeddings:
         _log.warning(
             "Muon: %s, which Muon(model) leaves to AdamW; given as a tensor it goes to Muon, as any of two dimensions: "
@@ -275,25 +291,21 @@ def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> lis
 def _routed_by_dimension(tensors: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
     tree, sites = _sites([p for p in tensors if p.ndim > 2 and not _is_decided(p)])
     makeups = {id(p): makeup_of(tree, p, sites[id(p)]) for p in tensors if id(p) in sites}
+    vectors = sum(p.ndim < 2 for p in tensors)
+    if vectors:
+        _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", vectors)
     routed = []
     for param in tensors:
         makeup = makeups.get(id(param))
-        if param.is_complex():
-            routed.append((param, False))
-            continue
-        if param.ndim > 2 and makeup is None and not is_remembered(param):
+        why = f"it is {param.dtype}" if param.is_complex() else None if makeup is None else makeup.unfit
+        if param.ndim > 2 and makeup is None and why is None and not is_remembered(param):
             raise ValueError(
                 f"a parameter has shape {tuple(param.shape)}: dmuon cannot tell whether that is a stack of matrices; "
                 "pass groups, with use_muon=True for stacks (e, m, n) and use_muon=False for anything else"
             )
-        routed.append((param, param.ndim > 1 and (makeup is None or makeup.unfit is None)))
-    vectors = sum(p.ndim < 2 for p in tensors)
-    if vectors:
-        _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", vectors)
-    for param, use_muon in routed:
-        if param.ndim > 1 and not use_muon:
-            why = f"it is {param.dtype}" if param.is_complex() else makeups[id(param)].unfit
+        if param.ndim > 1 and why is not None:
             _log.warning("Muon: a tensor of shape %s goes to AdamW: %s", tuple(param.shape), why)
+        routed.append((param, param.ndim > 1 and why is None))
     return routed
 
 
@@ -333,7 +345,7 @@ def names_of(params: object) -> dict[int, str]:
     return {id(p): canonical_fqn(name) for name, p in inside_ddp(params).named_parameters()}
 
 
-def names_in(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[int, str]:
+def names_in(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[int, str]:
     """A name for each parameter of ``groups``, by ``id``.
 
     Args:
@@ -396,11 +408,7 @@ def _ordered(params: Set[Any]) -> list[Tensor]:
 
 
 def inherit_ns(group: dict[str, Any]) -> None:
-    """Take what ``dedicate_params`` was told of Newton–Schulz for what the group leaves open; defaults for the rest.
-
-    Raises:
-        ValueError: the group says otherwise.
-    """
+    """Take what ``dedicate_params`` was told of Newton–Schulz for what the group leaves open; defaults for the rest."""
     runtimes = dict.fromkeys(filter(None, map(runtime_of, group["params"])))
     for name, value in [item for runtime in runtimes for item in runtime.ns_options.items()]:
         if group[name] is not None and group[name] != value:
@@ -413,21 +421,13 @@ def inherit_ns(group: dict[str, Any]) -> None:
         group[name] = value if group[name] is None else group[name]
 
 
-def check_group(group: Mapping[str, Any], *, shards: bool, flat: bool) -> None:
-    """Raise ValueError or TypeError for an option or a parameter that the group's route cannot take.
+def check_param(param: Tensor, use_muon: bool, *, shards: bool, flat: bool) -> None:
+    """Raise ValueError for a parameter that the route of its group cannot take.
 
     Args:
         shards: plain tensors may be shards, whose shapes say nothing of the whole ones.
         flat: they may have one dimension, or any number: a user's own functions know of what they are.
     """
-    check_names(group)
-    check_options(group)
-    for param in group["params"]:
-        _check_param(param, group["use_muon"], shards, flat)
-    check_half(group)
-
-
-def _check_param(param: Tensor, use_muon: bool, shards: bool, flat: bool) -> None:
     name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {shape_of(param)}"
     if use_muon and unwrapped_for_ddp(param):
         raise ValueError(
@@ -466,37 +466,6 @@ def _check_param(param: Tensor, use_muon: bool, shards: bool, flat: bool) -> Non
 
 
 # -- models and groups of others ------------------------------------------------------------------------------------
-
-
-def remember_makeups(tensors: Sequence[Tensor]) -> list[str]:
-    """Let Muon take ``tensors`` by the matrices that the modules that hold them are known to make of them.
-
-    Returns:
-        What to call the embeddings among them, and the output heads that are tied to one or declared to be such. Of
-        other heads a tensor does not say what it is for.
-
-    Raises:
-        ValueError: one looks fused, and its class is not known.
-    """
-    undecided = [t for t in tensors if t.ndim > 1 and not _is_decided(t)]
-    tree, sites = _sites(undecided)
-    for tensor in undecided:
-        holders = sites.get(id(tensor), ())
-        if not holders:
-            continue
-        makeup = makeup_of(tree, tensor, holders)
-        # A stack is what the group says, and a warning tells what looks fused.
-        for module, name in () if makeup.known or tensor.ndim == 3 else holders:
-            path = longest_path(tree.above(module, name))
-            fault = refusal(tree, module, name, tensor, path)
-            if fault is not None:
-                raise ValueError(
-                    f"parameter {path!r} {fault}. That needs the model: dmuon.Muon(model, select=…), or groups of "
-                    "dmuon.param_groups(model, select=…)"
-                )
-        if makeup.known or makeup.unfit is None:
-            remember_spec(tensor, makeup.spec)
-    return _embeddings(tree, sites)
 
 
 def _embeddings(tree: ModuleTree, sites: Mapping[int, Sequence[Holder]]) -> list[str]:

@@ -13,17 +13,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from dmuon.comm.monitor import FirstError
 from dmuon.dedicated.dedication import Dedicated, left_to_others
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Exclude, Select
-from dmuon.optimizer.flat_shards import fault_of_flat
 from dmuon.optimizer.groups import (
     as_group,
     carry_over,
-    check_group,
+    check_param,
     groups_from,
     inherit_ns,
     names_in,
@@ -34,26 +34,31 @@ from dmuon.optimizer.groups import (
 from dmuon.optimizer.notices import tell_first_step, tell_products, tell_scale
 from dmuon.optimizer.options import (
     KEYWORDS_ELSEWHERE,
+    MUON_OPTIONS,
     RARE,
     STATE_OPTIONS,
     USUAL,
     Description,
-    check_edited,
     check_functions,
+    check_half,
     check_halves,
+    check_names,
+    check_options,
+    check_scalings,
     check_strategy,
     describe,
+    moments_of,
+    scalings_of,
     strategies_of,
 )
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
-from dmuon.optimizer.scalings import check_scalings, moments_of, scalings_of
-from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
+from dmuon.optimizer.state import Momentum, Origin, copyable_origin, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.wrapping import (
-    Averagers,
     Wrapping,
     blocks_of_fsdp,
     check_moment,
+    fault_of_flat,
     find_residencies,
     replicated_by_ddp,
 )
@@ -67,10 +72,9 @@ from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import Deferred, FusedRound
 from dmuon.step.half_weights import ROUNDING_STEP, Places, is_rounded, new_masters
 from dmuon.step.overlap import EarlyUpdates
-from dmuon.step.residency import Residency, align_gradients, lay_out
-from dmuon.step.rounds import AloneRound, Round, Schedule, Step
-from dmuon.step.scaling import Scaling
-from dmuon.step.update import Done, Orthogonalize, StepRecord
+from dmuon.step.residency import MATRIX_STATE, align_gradients, lay_out
+from dmuon.step.rounds import AloneRound, Schedule, Step
+from dmuon.step.update import Done, Orthogonalize
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -189,6 +193,7 @@ class Muon(torch.optim.Optimizer):
         qk_clip: QKClip | None = None,
         strategy: str | Mapping[str, str] = "owner",
     ) -> None:
+        given: dict[str, Any] = locals()  # options of groups have the names of arguments
         check_flag("overlap_backward", overlap_backward)
         if not (distributed_config is None or isinstance(distributed_config, DistributedConfig)):
             raise TypeError(
@@ -200,25 +205,7 @@ class Muon(torch.optim.Optimizer):
             if qk_clip.optimizer is not None and qk_clip.optimizer() is not None:
                 raise ValueError("qk_clip is another optimizer's; build a dmuon.QKClip of its own for this one")
             qk_clip.optimizer = weakref.ref(self)
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "weight_decay_mode": weight_decay_mode,
-            "momentum": momentum,
-            "momentum_dtype": momentum_dtype,
-            "momentum_device": momentum_device,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "eps": eps,
-            "ns_dtype": ns_dtype,
-            "orthogonalize": orthogonalize,
-            "second_moment": second_moment,
-            "second_moment_beta": second_moment_beta,
-            "master_weights": master_weights,
-            "bf16_stochastic_round": bf16_stochastic_round,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
+        defaults = {name: given[name] for name in MUON_OPTIONS if name in given}
         adamw: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
@@ -230,7 +217,7 @@ class Muon(torch.optim.Optimizer):
         copies = replicated_by_ddp(params)
         check_strategy(strategy)
         self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward, strategy)
-        self._start_empty()
+        self._start()
         self._qk_clip = qk_clip
         self._built = False  # torch adds the first groups one by one
         # Schedulers look here for what they may cycle.
@@ -240,51 +227,26 @@ class Muon(torch.optim.Optimizer):
         )
         self._built = True
         check_halves(self.param_groups, names_in(self.param_groups, self._origin.names))
-        self._find_device()
         self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
         self._lay_out()
         self._register_hooks()
 
-    def _start_empty(self) -> None:
-        """Nothing is laid out yet."""
-        self._names: dict[int, str] = {}  # by id of the parameter
+    def _start(self) -> None:
+        """What :meth:`_lay_out` finds when it is called for the first time, and what no layout decides."""
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
-        self._batched: list[Tensor] = []  # parameters of which this rank orthogonalizes something
-        self._strategies: dict[int, str] = {}  # by id, of those that have not just owners
-        self._left: dict[int, str] = {}  # by id, strategies of what dedicate_params has given no owner
-        self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
-        self._wrapping = Wrapping(None, (), None)
-        self._averagers = Averagers()
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
-        self._residencies: list[Residency] = []
-        self._dedicated: list[Dedicated] = []  # those among them, and the exchange
         self._exchange: Exchange | None = None
-        self._momentum = Momentum()
-        self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
-        self._places = Places({})
-        self._second_moments: dict[int, Scaling] = {}  # by number of the group
-        self._scalings: dict[int, list[Scaling]] = {}  # with those that have no state
-        self._decay_modes: list[object] = []  # of each group
-        self._formats: list[list[object]] = []  # of the state, of each group
-        self._rounds: list[Round] = []
-        self._moves = False  # momentum or masters are stored on the host
-        self._prefetch = 1
-        self._schedule = Schedule((), self._prefetch)
         self._early: EarlyUpdates | None = None
         self._deferred: Deferred | None = None
+        self._momentum = Momentum()
+        self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
         self._done: list[Done] = []
         self._asked: MatrixRecord | None = None
         self._checked: list[Description] = []  # options of each group, which were found to be in order
         self._has_functions = False  # of the user's, which say how much of an update is taken, or orthogonalize
         self._proven: set[Any] = set()  # those that orthogonalize, and shapes
         self._steps = 0
-        self._qk_clip = None
-
-    def _find_device(self) -> None:
-        devices = (local_tensor(p).device for g in self.param_groups for p in g["params"])
-        self._device = next(devices, torch.device("cpu"))
-        self._timer = PhaseTimer(self._device)
 
     def _register_hooks(self) -> None:
         """They get the optimizer as an argument, and hold none: that would keep it until a garbage collection."""
@@ -306,19 +268,23 @@ class Muon(torch.optim.Optimizer):
                 "an optimizer with qk_clip, which knows the modules of its model, cannot be copied or pickled: save "
                 "optimizer.state_dict(), and load it into an optimizer that was built with a QKClip of its own model"
             )
-        return {**super().__getstate__(), "state": copyable_state(self.state), "origin": origin}
+        state = {}
+        for param, values in self.state.items():  # each view would be pickled with the whole stack that it shows
+            state[param] = {name: one.clone() if name in MATRIX_STATE else one for name, one in values.items()}
+        return {**super().__getstate__(), "state": state, "origin": origin}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, or as torch calls it after a load. A copy lays itself out in its first step or load."""
+        """Of a copy, or as torch calls it after a load."""
         super().__setstate__({name: value for name, value in state.items() if name != "origin"})
         self.defaults.pop("differentiable", None)  # torch adds it, and groups that are added later would get it
         self.param_groups = [as_group(group) for group in self.param_groups]
         if "origin" in state:
             self.state = defaultdict(dict, self.state)
             self._origin = origin_of_copy(state["origin"])
-            self._start_empty()
-            self._built = True
-            self._find_device()
+            self._start()
+            self._qk_clip, self._built = None, True
+            self._wrapping = Wrapping(None, (), None)
+            self._lay_out()
             self._register_hooks()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -350,7 +316,11 @@ class Muon(torch.optim.Optimizer):
                     inherit_ns(group)
                 config = self._origin.config
                 own = config is not None and recipe_of(config) is None
-                check_group(group, shards=config is not None, flat=own)
+                check_names(group)
+                check_options(group)
+                for param in group["params"]:
+                    check_param(param, group["use_muon"], shards=config is not None, flat=own)
+                check_half(group)
                 for name in [name for name in RARE if name in group and group[name] == USUAL[name]]:
                     del group[name]
                 if group.get("bf16_stochastic_round"):
@@ -369,7 +339,9 @@ class Muon(torch.optim.Optimizer):
         the first step; that of parameters that no group holds any more is forgotten.
         """
         self.flush()
-        self._find_device()
+        devices = (local_tensor(param).device for group in self.param_groups for param in group["params"])
+        self._device = next(devices, torch.device("cpu"))
+        self._timer = PhaseTimer(self._device)
         restore_specs(self._split)
         carry_over(self.param_groups, self._laid_out or [], self._origin.names, self._specs)
         held = {id(p) for group in self.param_groups for p in group["params"]}
@@ -382,7 +354,7 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
-        self._names = names_in(self.param_groups, self._origin.names)
+        self._names = names_in(self.param_groups, self._origin.names)  # by id of the parameter
         self._wrapping.note(self.param_groups)
         planned = next((g for g in self.param_groups if g["use_muon"] and g["params"]), None)
         ns = NsOptions.named(planned or {})
@@ -393,7 +365,6 @@ class Muon(torch.optim.Optimizer):
         )
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
-        self._prefetch = 1 if self._exchange is None else self._exchange.prefetch
         rounds = lay_out(self.param_groups, residencies)
         for round_ in rounds:
             if isinstance(round_, FullReplicationRound) and self.param_groups[round_.index].get("momentum_device"):
@@ -416,24 +387,25 @@ class Muon(torch.optim.Optimizer):
         for batch in (batch for round_ in rounds for some in (round_.batches, round_.folded) for batch in some):
             batch.masters, batch.places = masters, self._places
         check_scalings(self.param_groups, rounds, self._names, self._clipped)
-        self._second_moments = moments_of(self.param_groups, rounds)
-        self._scalings = scalings_of(self.param_groups, self._second_moments)
+        self._second_moments = moments_of(self.param_groups, rounds)  # by number of the group
+        self._scalings = scalings_of(self.param_groups, self._second_moments)  # with those that have no state
         self._decay_modes = [group.get("weight_decay_mode") for group in self.param_groups]
-        dtypes = {id(p): group.get("momentum_dtype") for group in self.param_groups for p in group["params"]}
         moments = self._second_moments
-        self._momentum.lay_out(residencies, muon, self._names, momentum, moments, masters, dtypes, self.state)
-        self._formats = [[group.get(name) for name in STATE_OPTIONS] for group in self.param_groups]
+        self._momentum.lay_out(residencies, self.param_groups, self._names, momentum, moments, masters, self.state)
+        self._formats = [{name: group.get(name) for name in STATE_OPTIONS} for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)
         self._specs = {id(p): spec_of(p) for p in muon}
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
         self._deferred = Deferred(fused, blocks_of_fsdp(), self._names) if fused else None
-        self._schedule = Schedule([one for one in rounds if not isinstance(one, FusedRound)], self._prefetch)
+        prefetch = 1 if self._exchange is None else self._exchange.config.prefetch_count
+        self._schedule = Schedule([one for one in rounds if not isinstance(one, FusedRound)], prefetch)
+        # Parameters of which this rank orthogonalizes something; and of those in several batches, in how many.
         self._batched = [*{id(p): p for batch in batches for p in batch.params}.values()]
         updates = Counter(id(p) for batch in batches for p in batch.params)
         self._updates = {key: count for key, count in updates.items() if count > 1}
-        self._moves = any(batch.is_moved or batch.on_host for batch in batches)
+        self._moves = any(batch.is_moved or batch.on_host for batch in batches)  # state is stored on the host
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
         self._early = None
@@ -444,7 +416,6 @@ class Muon(torch.optim.Optimizer):
             for dedicated in self._dedicated:  # which hold it weakly
                 dedicated.listen(self._early.landed)
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
-        self._averagers.forget()
         tell_products(self.param_groups, residencies, rounds)
 
     def flush(self) -> None:
@@ -498,8 +469,9 @@ class Muon(torch.optim.Optimizer):
             TypeError, ValueError: options, state or gradients that cannot be used.
         """
         check_moment(self._device, self._wrapping, copied=bool(self._origin.copies), params=self._names.keys())
-        if self._deferred is not None:
-            self.flush()
+        if not self._steps:
+            self._wrapping.note(self.param_groups)  # of a copy, the model may have been copied after it
+        self.flush()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -540,33 +512,20 @@ class Muon(torch.optim.Optimizer):
         if not self._is_as_laid_out():
             self._names = names_in(self.param_groups, self._origin.names)
             self._places = Places(self._names)
-            self._averagers.forget()
+            self._wrapping.note(self.param_groups)
             for group in self.param_groups:
                 keep_state_of_route(group, self.state)
-        self._averagers.check(self.param_groups, self._names, by_user=self._origin.config is not None)
+        self._wrapping.require_averaged(self.param_groups, self._names, by_user=self._origin.config is not None)
         align_gradients(self.param_groups, self._names)
         described = [*map(describe, self.param_groups)]
         if described != self._checked:
-            check_edited(self.param_groups)
-            if (
-                self._is_as_laid_out()
-                and strategies_of(self.param_groups, self._names, self._origin.strategy, self._left) != self._strategies
-            ):
-                raise ValueError(
-                    "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the "
-                    "new one, and load the state dict of this one into it"
-                )
-            for index, (before, group) in enumerate(zip(self._formats, self.param_groups, strict=False)):
-                for name, value in zip(STATE_OPTIONS, before, strict=True):
-                    if group.get(name) != value and self._is_as_laid_out():
-                        raise ValueError(
-                            f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
-                        )
-            modes = [group.get("weight_decay_mode") for group in self.param_groups]
-            if modes != self._decay_modes and self._is_as_laid_out():
-                check_scalings(self.param_groups, self._rounds, self._names, self._clipped)
-                self._scalings = scalings_of(self.param_groups, self._second_moments)
-                self._decay_modes = modes
+            for index, group in enumerate(self.param_groups):
+                try:
+                    check_options(group, wait=False)
+                except (TypeError, ValueError) as fault:
+                    raise type(fault)(f"group {index} of the optimizer was edited: {fault}") from None
+            if self._is_as_laid_out():
+                self._check_edited()
             self._checked = described
             functions = [group.get(name) for group in self.param_groups for name in ("adjust_lr_fn", "orthogonalize")]
             self._has_functions = any(map(callable, functions))
@@ -576,6 +535,25 @@ class Muon(torch.optim.Optimizer):
             if not group["use_muon"]:
                 adamw_updates.append(AdamWUpdate.of(group, self.state, self._names, self._places))
         return adamw_updates
+
+    def _check_edited(self) -> None:
+        """Refuse options by which everything was laid out, if they are others now, and follow the modes of decay."""
+        if strategies_of(self.param_groups, self._names, self._origin.strategy, self._left) != self._strategies:
+            raise ValueError(
+                "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the new "
+                "one, and load the state dict of this one into it"
+            )
+        for index, (before, group) in enumerate(zip(self._formats, self.param_groups, strict=True)):
+            for name, value in before.items():
+                if group.get(name) != value:
+                    raise ValueError(
+                        f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
+                    )
+        modes = [group.get("weight_decay_mode") for group in self.param_groups]
+        if modes != self._decay_modes:
+            check_scalings(self.param_groups, self._rounds, self._names, self._clipped)
+            self._scalings = scalings_of(self.param_groups, self._second_moments)
+            self._decay_modes = modes
 
     def _present(self, fault: Exception | None) -> set[int]:
         """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed.
@@ -588,22 +566,18 @@ class Muon(torch.optim.Optimizer):
         changed: bool = not self._is_as_laid_out()
         if self._exchange is not None and self._exchange.keeps_momentum:
             self._exchange.edited = bool(self._momentum.replaced) or self._momentum.versions() != self._versions
+        first = FirstError(fault)
         for again in (False, True):
             present: set[int] = set()
-            try:
+            with first:
                 if self._has_functions and not changed:  # rounds know groups by their numbers
                     check_functions(self.param_groups, self._rounds, self._proven)
-            except Exception as error:
-                fault = fault or error
             for residency in self._residencies:  # those that vote on it come last
-                try:
-                    ids = residency.before_step(changed, fault)
+                with first:
+                    ids = residency.before_step(changed, first.error)
                     changed = changed or ids is None
                     present |= ids or set()
-                except Exception as error:
-                    fault = fault or error
-            if fault is not None:
-                raise fault
+            first.throw()
             if again or not changed:
                 break
             self._lay_out()
@@ -635,8 +609,7 @@ class Muon(torch.optim.Optimizer):
             for dedicated in self._dedicated:
                 dedicated.begin_update(outdated)
         asked, self._asked = self._asked, None
-        record = None if asked is None else StepRecord()
-        step = Step(options, present, self._timer, record, self._done, self._scalings)
+        step = Step(options, present, self._timer, None if asked is None else [], self._done, self._scalings)
         if self._deferred is not None:
             self._deferred.begin(step)
         for round_ in self._schedule.drive(step):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -16,11 +16,15 @@ from torch import Tensor
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import HALF, check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.layout.matrices import Strategy, team_size
-from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of
+from dmuon.model.matrix_spec import Names, flat_of, is_one_matrix, shape_of
 from dmuon.platform.options import check_flag, is_integer, told_apart
+from dmuon.step.adamuon import ElementMoments
 from dmuon.step.batches import SharedBatch
-from dmuon.step.half_weights import ON_HOST
+from dmuon.step.half_weights import ON_HOST, has_master
+from dmuon.step.hyperball import Hyperball
+from dmuon.step.normuon import RowMoments
 from dmuon.step.rounds import Round
+from dmuon.step.scaling import Scaling
 from dmuon.step.update import orthogonalized_by, trial_of
 
 STRATEGIES: tuple[str, ...] = (*get_args(Strategy), "auto")
@@ -90,6 +94,7 @@ _TYPO = 0.85  # likeness from which an unknown name is taken for a mistake: "bet
 _COMPARED = {"use_muon", STRATEGY, *MUON_OPTIONS, *ADAMW_OPTIONS, *_UNSUPPORTED, *_ELSEWHERE}
 _CONSTANT = {bool, int, float, str, type(None), torch.dtype}  # others may change in place, or must not be kept alive
 
+Groups = Sequence[Mapping[str, Any]]  # of an optimizer
 Description = tuple[tuple[str, str], ...]  # of one group: name and value of its options
 
 
@@ -154,9 +159,6 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
 
     Args:
         wait: for an accelerator, whose tensors may hold an option; False leaves these unchecked.
-
-    Raises:
-        TypeError, ValueError: names the option.
     """
     for name in sorted(_ELSEWHERE.keys() & group.keys()):
         raise ValueError(f"option {name!r} is one of another library and means nothing here; write {_ELSEWHERE[name]}")
@@ -237,15 +239,8 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
     update_scale(group["adjust_lr_fn"], (2, 2))
 
 
-def check_halves(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
-    """Refuse what is for weights in half precision where there are none.
-
-    Args:
-        names: of the parameters, by ``id``.
-
-    Raises:
-        ValueError: names one of them.
-    """
+def check_halves(groups: Groups, names: Names) -> None:
+    """Refuse what is for weights in half precision where there are none."""
     for option, dtypes in zip(_OF_HALVES, (HALF, (torch.bfloat16,)), strict=True):
         params = [param for group in groups if group.get(option) for param in group["params"]]
         if params and not any(param.dtype in dtypes or isinstance(param, OwnedTensor) for param in params):
@@ -256,11 +251,7 @@ def check_halves(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) 
 
 
 def check_half(group: Mapping[str, Any]) -> None:
-    """Refuse parameters that an option for half precision cannot take.
-
-    Raises:
-        ValueError: names the first.
-    """
+    """Refuse parameters that an option for half precision cannot take."""
     option = next((option for option in _OF_HALVES if group.get(option)), None)
     for param in group["params"] if option is not None else ():
         name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {shape_of(param)}"
@@ -277,25 +268,8 @@ def check_half(group: Mapping[str, Any]) -> None:
             )
 
 
-def check_edited(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what somebody put into the groups of an optimizer.
-
-    Raises:
-        TypeError, ValueError: names group and option.
-    """
-    for index, group in enumerate(groups):
-        try:
-            check_options(group, wait=False)
-        except (TypeError, ValueError) as fault:
-            raise type(fault)(f"group {index} of the optimizer was edited: {fault}") from None
-
-
 def check_names(group: Mapping[str, Any]) -> None:
-    """Refuse names in a group that were meant for an option, and would be ignored. Others are the user's own.
-
-    Raises:
-        ValueError: names the option.
-    """
+    """Refuse names in a group that were meant for an option, and would be ignored. Others are the user's own."""
     options = (*options_of(group), STRATEGY) if group["use_muon"] else options_of(group)
     known = (*MUON_OPTIONS, STRATEGY, *ADAMW_OPTIONS, *_OF_THE_CONSTRUCTOR)
     for name in group:
@@ -323,7 +297,7 @@ def _number(value: numbers.Real) -> float:
         return math.inf
 
 
-def check_functions(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round], proven: set[Any]) -> None:
+def check_functions(groups: Groups, rounds: Iterable[Round], proven: set[Any]) -> None:
     """Ask a user's ``adjust_lr_fn`` for all shapes, and try ``orthogonalize`` on a matrix of each that this rank owns.
 
     No weight has changed by then: in a step, a function that fails on one rank would leave others waiting.
@@ -341,7 +315,7 @@ def check_functions(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round]
                 update_scale(scale, batch.scaled_shape)
             if function is None or trial_of(function, batch) in proven:
                 continue
-            if not isinstance(batch, SharedBatch) or batch.is_owned:
+            if not isinstance(batch, SharedBatch) or batch.parcel.is_for(batch.domain.position):
                 generator = torch.Generator(batch.device).manual_seed(0)
                 x = torch.randn((1, *batch.shape), generator=generator, dtype=batch.dtype, device=batch.device)
                 orthogonalized_by(function, x.div_(x.norm()))
@@ -369,17 +343,13 @@ def check_strategy(strategy: object) -> None:
 
 
 def strategies_of(
-    groups: Iterable[Mapping[str, Any]],
-    names: Mapping[int, str],
-    default: str | Mapping[str, str],
-    left: Mapping[int, str],
+    groups: Iterable[Mapping[str, Any]], names: Names, default: str | Mapping[str, str], left: Mapping[int, str]
 ) -> dict[int, str]:
     """By ``id``, the strategies of those of Muon's parameters that have not just owners.
 
     Of a mapping the first pattern counts that fits the name, as ``fnmatch`` has it.
 
     Args:
-        names: of the parameters, by ``id``.
         default: of groups that do not say.
         left: by ``id``, of those that ``dedicate_params`` has given no owner.
 
@@ -425,3 +395,66 @@ def strategies_of(
             if chosen != "owner":
                 found[id(param)] = chosen
     return found
+
+
+# -- members of the family: what scales the updates of a group, and where it cannot -----------------------------------
+
+
+def moments_of(groups: Groups, rounds: Sequence[Round]) -> dict[int, Scaling]:
+    """By number of the group, its second moments, which begin as zeros."""
+    found: dict[int, Scaling] = {}
+    for number, group in enumerate(groups):
+        if group.get("second_moment") is None:
+            continue
+        batches = [batch for round_ in rounds if round_.index == number for batch in round_.batches]
+        held = frozenset[int]().union(*(batch.ids for batch in batches))
+        params = [param for param in group["params"] if param.requires_grad or id(param) in held]
+        by_row = group["second_moment"] == "row"
+        found[number] = RowMoments(params, batches) if by_row else ElementMoments(params)
+    return found
+
+
+def scalings_of(groups: Groups, moments: Mapping[int, Scaling]) -> dict[int, list[Scaling]]:
+    """By number of the group, what scales its updates, in this order."""
+    found = {number: [scaling] for number, scaling in moments.items()}
+    for number, group in enumerate(groups):
+        if group.get("weight_decay_mode") == "hyperball":
+            found.setdefault(number, []).append(Hyperball())
+    return found
+
+
+def check_scalings(groups: Groups, rounds: Sequence[Round], names: Names, clipped: Set[int]) -> None:
+    """Refuse what scales updates of matrices of which it cannot know where they lie, or what else changes them.
+
+    Args:
+        clipped: ids of those that QK-clip scales.
+    """
+    for round_ in rounds:
+        group = groups[round_.index]
+        on_sphere = group.get("weight_decay_mode") == "hyperball"
+        if not (on_sphere or group.get("second_moment") is not None):
+            continue
+        option = "weight_decay_mode='hyperball'" if on_sphere else "second_moment"
+        if not round_.knows_shapes:
+            raise ValueError(
+                f"{option} of group {round_.index}: in a {type(round_).__name__} dmuon does not know where the rows of "
+                f"matrices lie; leave {option} out, or gather_fn and redistribute_fn of your own"
+            )
+        for batch in round_.batches:
+            for param in batch.params:
+                name = repr(names[id(param)])
+                if flat_of(param) is not None:
+                    raise ValueError(
+                        f"{option} for {name}, of which FSDP1 has a flat shard on each rank, and no rows: leave "
+                        f"{option} out, or use torch's fully_shard (FSDP2)"
+                    )
+                if on_sphere and param.dtype != batch.dtype and not has_master(group, param):
+                    raise ValueError(
+                        f"{option} for {name}, whose weights are {param.dtype}: rounding would let their norm grow. "
+                        f"Keep them in {batch.dtype}, with FSDP2 by a MixedPrecisionPolicy, or let the optimizer keep "
+                        "master_weights=True, or use dedicate_params"
+                    )
+                if on_sphere and id(param) in clipped:
+                    raise ValueError(
+                        f"{option} for {name}, whose norm qk_clip changes: give it a group of its own with another mode"
+                    )

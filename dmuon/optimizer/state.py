@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from dmuon.dedicated.state_dict import describe
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
-from dmuon.model.matrix_spec import flat_of, remember_spec, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, Names, flat_of, remember_spec, spec_of
 from dmuon.optimizer.options import RARE, STRATEGY, check_options
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
@@ -104,11 +104,7 @@ class _Item:
 
 
 def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
-    """Make each value the momentum of its row, or begin that if there is none. Collective where a layout differs.
-
-    Raises:
-        ValueError: one has another shape.
-    """
+    """Make each value the momentum of its row, or begin that if there is none. Collective where a layout differs."""
     for row, value in values:  # before anything is written
         row.check(value)
     stacks = {row.local.untyped_storage().data_ptr() for row, _ in values if row.local.numel()}
@@ -145,7 +141,7 @@ class Momentum:
     def __init__(self) -> None:
         self.shown: dict[int, Tensor] = {}
         self._rows: list[_Row] = []
-        self._names: Mapping[int, str] = {}
+        self._names: Names = {}
         self.replaced: list[tuple[_Row, Tensor | None]] = []
         self._residencies: list[Residency] = []
         self._loaded: dict[Tensor, dict[str, Any]] = {}  # state of AdamW that is wider than its parameter
@@ -153,33 +149,31 @@ class Momentum:
     def lay_out(
         self,
         residencies: Sequence[Residency],
-        params: Iterable[Tensor],
-        names: Mapping[int, str],
+        groups: Sequence[Mapping[str, Any]],
+        names: Names,
         stacked: Mapping[int, Tensor],
         second_moments: Mapping[int, Scaling],
         masters: Mapping[int, Tensor],
-        dtypes: Mapping[int, torch.dtype | None],
         state: _State,
     ) -> None:
         """Move what ``state`` has into new stacks. Collective where the layout of a parameter changed.
 
         Args:
-            params: of Muon, in the order of the groups, which is the same on all ranks.
-            names: by ``id`` of the parameter.
+            groups: of the optimizer, in an order which is the same on all ranks.
             stacked: by ``id``, this rank's momentum, for all parameters of which it has any.
             second_moments: by number of the group, if it has them.
             masters: by ``id``, this rank's, for all parameters that have one.
-            dtypes: by ``id``, of the momentum; None is fp32 or wider.
         """
         residency_of = {id(param): residency for residency in residencies for param in residency.params}
         moments = {i: (one.key, moment) for one in second_moments.values() for i, moment in one.moments.items()}
         rows: list[_Row] = []
         kept: list[tuple[_Row, Tensor | None]] = []
-        for param in params:
+        muon = [group for group in groups if group["use_muon"]]
+        for param, dtype in ((param, group.get("momentum_dtype")) for group in muon for param in group["params"]):
             local = stacked.get(id(param))
             if local is None:
                 local = local_tensor(param)
-                dtype = dtypes[id(param)] or torch.promote_types(param.dtype, torch.float32)
+                dtype = dtype or torch.promote_types(param.dtype, torch.float32)
                 local = local.new_empty(local.shape, dtype=dtype, device="meta")
             name, residency = repr(names[id(param)]), residency_of[id(param)]
             of_param = [_Row(param, name, residency, local, MOMENTUM, param)]
@@ -206,11 +200,7 @@ class Momentum:
             state[row.param][row.key] = self.shown[id(row.like)] = row.residency.shown(row.like, row.local)
 
     def check(self, state: _State) -> None:
-        """Look for momentum that was put into ``state`` instead of being edited there. Changes nothing.
-
-        Raises:
-            ValueError: it cannot be its parameter's.
-        """
+        """Look for momentum that was put into ``state`` instead of being edited there. Changes nothing."""
         self.replaced = []
         for row in self._rows:
             value, shown = state.get(row.param, {}).get(row.key), self.shown.get(id(row.like))
@@ -365,45 +355,43 @@ _ADAMW_STATE = ("step", *MOMENTS)
 
 def loading_fault(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str | None:
     """Why an optimizer with ``groups`` cannot load ``state_dict``, apart from the tensors in it; None if it can."""
+    return next(_loading_faults(state_dict, groups), None)
+
+
+def _loading_faults(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     saved, states = state_dict.get("param_groups"), state_dict.get("state")
     if (
         not (isinstance(saved, (list, tuple)) and isinstance(states, Mapping))
         or not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in saved)
         or not all(isinstance(states.get(key, {}), Mapping) for group in saved for key in group["params"])
     ):
-        return "the state dict has no param_groups and state; pass what an optimizer's state_dict() returned"
-    fault = _group_mismatch(saved, groups)
+        yield "the state dict has no param_groups and state; pass what an optimizer's state_dict() returned"
+        return
+    counts = [sum(len(g["params"]) for g in some) for some in (saved, groups)]
+    if counts[0] != counts[1]:
+        yield f"the saved optimizer has {counts[0]} parameters, this one {counts[1]}; build it over the same model"
+    if len(saved) != len(groups):
+        yield f"the saved optimizer has {len(saved)} groups, this one {len(groups)}; build it with the same groups"
+    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
+        sizes = len(theirs["params"]), len(ours["params"])
+        if sizes[0] != sizes[1]:
+            yield f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
+        moments = [group.get("second_moment") for group in (completed(theirs, ours), ours)]
+        if moments[0] != moments[1]:
+            yield (
+                f"group {index} has second_moment={moments[0]!r} in the saved optimizer, {moments[1]!r} in this one; "
+                "build it with the same, or change that in the saved group"
+            )
+        if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
+            yield f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
     for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
         try:
             check_options({**completed(theirs, ours), "params": ours["params"]})
         except (TypeError, ValueError) as error:
-            fault = fault or f"group {index} of the saved optimizer: {error}"
-        if fault is None and not ours["use_muon"]:
-            faults = (_state_fault(states.get(key, {})) for key in theirs["params"])
-            fault = next((f"group {index}: {found}" for found in faults if found is not None), None)
-    return fault
-
-
-def _group_mismatch(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> str | None:
-    counts = [sum(len(g["params"]) for g in some) for some in (saved, groups)]
-    if counts[0] != counts[1]:
-        return f"the saved optimizer has {counts[0]} parameters, this one {counts[1]}; build it over the same model"
-    if len(saved) != len(groups):
-        return f"the saved optimizer has {len(saved)} groups, this one {len(groups)}; build it with the same groups"
-    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
-        sizes = len(theirs["params"]), len(ours["params"])
-        if sizes[0] != sizes[1]:
-            return f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
-        moment = completed(theirs, ours).get("second_moment")
-        if moment != ours.get("second_moment"):
-            return (
-                f"group {index} has second_moment={moment!r} in the saved optimizer, "
-                f"{ours.get('second_moment')!r} in this one; "
-                "build it with the same, or change that in the saved group"
-            )
-        if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
-            return f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
-    return None
+            yield f"group {index} of the saved optimizer: {error}"
+        for key in () if ours["use_muon"] else theirs["params"]:
+            if (fault := _state_fault(states.get(key, {}))) is not None:
+                yield f"group {index}: {fault}"
 
 
 def _state_fault(state: Mapping[str, Any]) -> str | None:
@@ -525,43 +513,34 @@ class Origin:
     strategy: str | Mapping[str, str]
 
 
-def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+Copyable = tuple[Origin, list[tuple[Tensor, str | None, MatrixSpec | None]]]  # with each parameter's name and matrices
+
+
+def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> Copyable:
     """``origin`` without ids, which no copy shares.
 
     Raises:
         RuntimeError: the optimizer communicates, and process groups live in one process.
     """
-    params: list[Tensor] = [param for group in groups for param in group["params"]]
-    for param in params:
+    described: list[tuple[Tensor, str | None, MatrixSpec | None]] = []
+    for use_muon, param in ((group["use_muon"], param) for group in groups for param in group["params"]):
+        name = origin.names.get(id(param))
         shared = isinstance(param, (OwnedTensor, DTensor)) or flat_of(param) is not None
         if shared or id(param) in origin.copies or origin.config is not None:
-            name = param.fqn if isinstance(param, OwnedTensor) else origin.names.get(id(param), "its first one")
+            name = param.fqn if isinstance(param, OwnedTensor) else name or "its first one"
             raise RuntimeError(
                 f"an optimizer of parameters that ranks share, such as {name!r}, cannot be copied or pickled: save "
                 "optimizer.state_dict(), and load it into an optimizer that was built as this one was, over a model of "
                 "its own"
             )
-    return {
-        "muon": origin.muon,
-        "adamw": origin.adamw,
-        "names": [(param, origin.names[id(param)]) for param in params if id(param) in origin.names],
-        "specs": [(param, spec_of(param)) for group in groups if group["use_muon"] for param in group["params"]],
-        "overlap": origin.overlap,
-        "strategy": origin.strategy,
-    }
+        described.append((param, name, spec_of(param) if use_muon else None))
+    return replace(origin, names={}, copies={}), described
 
 
-def origin_of_copy(copied: Mapping[str, Any]) -> Origin:
+def origin_of_copy(copied: Copyable) -> Origin:
     """What :func:`copyable_origin` made, after it was copied or unpickled."""
-    for param, spec in copied["specs"]:
-        remember_spec(param, spec)
-    names = {id(param): name for param, name in copied["names"]}
-    return Origin(copied["muon"], copied["adamw"], names, {}, None, copied["overlap"], copied["strategy"])
-
-
-def copyable_state(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """``state`` with moments that stand alone: each view would be pickled with the whole stack that it shows."""
-    return {
-        param: {name: value.clone() if name in MATRIX_STATE else value for name, value in values.items()}
-        for param, values in state.items()
-    }
+    origin, described = copied
+    for param, _, spec in described:
+        if spec is not None:
+            remember_spec(param, spec)
+    return replace(origin, names={id(param): name for param, name, _ in described if name is not None})

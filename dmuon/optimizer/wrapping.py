@@ -1,4 +1,4 @@
-"""What users do to a model before or after they build its optimizer: DDP copies parameters.
+"""What users do to a model before or after they build its optimizer: DDP copies parameters, FSDP1 flattens them.
 
 So it is here that an optimizer finds where its matrices live, and who averages the gradients of each trained
 parameter over ranks: exactly one that is known, or the user hears of it.
@@ -8,34 +8,45 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.process_groups import this_rank
+from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
 from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies, left_to_others, planned_ns
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
-from dmuon.model.matrix_spec import fault_of, flat_of
-from dmuon.optimizer.flat_shards import fault_of_flat
+from dmuon.model.matrix_spec import (
+    FlatShard,
+    Names,
+    fault_of,
+    flat_of,
+    is_remembered,
+    remember_flat,
+    remember_spec,
+    spec_of,
+)
 from dmuon.optimizer.state import Origin
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.host import all_living
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (
+    FlatUnit,
     current_backward,
     ddp_wraps,
     flat_unit,
     flattened_by_fsdp1,
+    has_group,
     left_by_ddp,
     managed_by_fsdp,
     reduced_by_ddp,
@@ -81,17 +92,9 @@ def _copied_by(modules: Iterable[nn.Module]) -> dict[int, dist.ProcessGroup]:
         if unit is not None and not unit.sharded and unit.group.size() > 1:  # FSDP1 with NO_SHARD
             copies |= {id(param): unit.group for param, *_ in unit.members}
         group = replicate_group(module)
-        if group is None or not _is_alive(group):
-            continue
-        copies |= {id(param): group for param in reduced_by_ddp(module)}
+        if group is not None and has_group(group):
+            copies |= {id(param): group for param in reduced_by_ddp(module)}
     return copies
-
-
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    try:
-        return dist.get_rank(group) >= 0
-    except (RuntimeError, ValueError):  # it was destroyed
-        return False
 
 
 def blocks_of_fsdp() -> dict[int, tuple[Any, nn.Module]]:
@@ -106,7 +109,6 @@ class Wrapping:
 
     Args:
         params: what the optimizer was given; a module is asked alone where its parameters are.
-        groups: of the optimizer.
         copies: of plain parameters, over which group DDP copies them; what is found is added. None where that does
             not matter.
 
@@ -119,11 +121,14 @@ class Wrapping:
         self._copies = copies
         self._sites: dict[int, _Site] = {}  # by ``id`` of the parameter
         self._wraps = -1  # as many as there were when copies were looked for
+        self._frozen: list[Tensor] | None = None  # what nobody would average; None before anyone has looked
+        self._told: set[int] = set()  # ids of what nobody averages
         self.ddp: list[weakref.ref[nn.parallel.DistributedDataParallel]] = []
         self._find_copies(groups)
 
     def note(self, groups: _Groups) -> None:
         """Remember where modules hold the parameters of ``groups``: what takes their place there is found by it."""
+        self._frozen = None
         held = {id(p): p for group in groups for p in group["params"] if isinstance(p, nn.Parameter)}
         held = {key: p for key, p in held.items() if not isinstance(p, OwnedTensor) and not flattened_by_fsdp1(p)}
         self._sites = {key: site for key, site in self._sites.items() if key in held}
@@ -136,19 +141,8 @@ class Wrapping:
         found = sites_of(others)[1] if others else {}
         self._sites |= {key: (held[key], weakref.ref(at[0][0]), at[0][1]) for key, at in found.items()}
 
-    def is_uneven(self) -> bool:
-        """Whether parameters are in a ``Join`` context."""
-        for ref in self.ddp:
-            module = ref()
-            if module is not None and takes_uneven_inputs(module):
-                return True
-        return False
-
-    def follow(self, groups: _Groups, names: Mapping[int, str]) -> bool:
+    def follow(self, groups: _Groups, names: Names) -> bool:
         """Look once more; tells whether DDP copies parameters that it did not copy before.
-
-        Args:
-            names: of parameters, by ``id``.
 
         Raises:
             RuntimeError: the model trains other parameters than those in ``groups``.
@@ -173,7 +167,7 @@ class Wrapping:
             )
         return True
 
-    def _require_held(self, moved: Mapping[int, Tensor | None], groups: _Groups, names: Mapping[int, str]) -> None:
+    def _require_held(self, moved: Mapping[int, Tensor | None], groups: _Groups, names: Names) -> None:
         """Raise RuntimeError where a step would train nothing, or what no module holds, in place of the model."""
         held = {id(p): p for group in groups for p in group["params"]}
         for key, now in moved.items():
@@ -196,6 +190,31 @@ class Wrapping:
                 "load_state_dict(assign=True) or a wrapper; build the optimizer after that"
             )
 
+    def require_averaged(self, groups: _Groups, names: Names, *, by_user: bool) -> None:
+        """Look once for each layout, and when something is trained that was frozen and that nobody averages.
+
+        Args:
+            by_user: a configuration was given.
+
+        Raises:
+            RuntimeError: DistributedDataParallel holds a trained parameter that its reducer does not know.
+        """
+        if self._frozen is not None and not any(param.requires_grad for param in self._frozen):
+            return
+        params = [param for group in groups for param in group["params"]]
+        self._told &= set(map(id, params))  # others may get the ids of those that are gone
+        alone = [] if by_user else [p for p in params if not isinstance(p, DTensor) and flat_of(p) is None]
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            alone = []
+        if alone:
+            known = replicated_by_any(alone).keys() | averaged_by_dmuon()
+            alone = [param for param in alone if id(param) not in known]
+        trained = [param for param in alone if param.requires_grad and id(param) not in self._told]
+        if trained:
+            _tell(trained, {id(p) for p in params if isinstance(p, DTensor) and not isinstance(p, OwnedTensor)}, names)
+            self._told.update(map(id, trained))
+        self._frozen = [param for param in alone if not param.requires_grad]
+
     def _find_copies(self, groups: _Groups) -> dict[int, dist.ProcessGroup]:
         """What was not known before, by ``id``. All modules are searched only if DDP has wrapped another one."""
         if self._copies is None or self._wraps == (wraps := len(ddp_wraps())):
@@ -207,14 +226,11 @@ class Wrapping:
         if self._copies:
             model = None if self._model is None else self._model()
             held = {id(p) for group in groups for p in group["params"]}
-            around = [m for m in ([] if model is None else model.modules()) if _is_ddp(m)]
+            inside = [] if model is None else model.modules()
+            around = [module for module in inside if isinstance(module, nn.parallel.DistributedDataParallel)]
             around = around or all_living(nn.parallel.DistributedDataParallel)
             self.ddp = [weakref.ref(m) for m in around if any(id(p) in held for p in m.parameters())]
         return found
-
-
-def _is_ddp(module: object) -> TypeGuard[nn.parallel.DistributedDataParallel]:
-    return issubclass(type(module), nn.parallel.DistributedDataParallel)
 
 
 def _dimensions(param: Tensor | None) -> int:
@@ -222,12 +238,124 @@ def _dimensions(param: Tensor | None) -> int:
     return param.device_mesh.ndim if isinstance(param, DTensor) else 0
 
 
+# -- what FSDP1 has flattened: where the pieces lie, and the shapes before, by which parameters are routed -------------
+
+_REMEDY = "wrap the model with use_orig_params=True, or use torch's fully_shard (FSDP2)"
+_GATHERED = (
+    "FullyShardedDataParallel (FSDP1) has gathered parameters: build the optimizer, and call step(), outside of "
+    "forward, backward and summon_full_params"
+)
+
+
+def _units(params: Iterable[Tensor]) -> list[FlatUnit]:
+    """What FSDP1 has made of ``params``, by whichever modules that live; in the order of the parameters."""
+    order = {id(param): number for number, param in enumerate(filter(flattened_by_fsdp1, params))}
+    if not order:
+        return []
+    found: dict[int, FlatUnit] = {}
+    for unit in filter(None, map(flat_unit, all_living(FullyShardedDataParallel))):
+        numbers = [order[id(param)] for param, *_ in unit.members if id(param) in order]
+        if numbers:
+            found[min(numbers)] = unit
+    return [found[number] for number in sorted(found)]
+
+
+def note_flat_shards(params: Iterable[Tensor]) -> None:
+    """Let those of ``params`` that FSDP1 has cut know of what they are pieces.
+
+    Collective where ranks hold copies of shards and no mesh says which.
+
+    Raises:
+        ValueError: FSDP1 does not keep the parameters, or they are DTensors.
+    """
+    flattened = list(filter(flattened_by_fsdp1, params))
+    known: set[int] = set()
+    rows: dict[tuple[dist.ProcessGroup, dist.ProcessGroup | None], tuple[tuple[int, ...], ...]] = {}
+    for unit in _units(flattened):
+        known |= {id(param) for param, *_ in unit.members}
+        if unit.tensor_parallel:
+            raise ValueError(
+                "parameters of FullyShardedDataParallel (FSDP1) over tensor parallelism are DTensors cut as one row; "
+                "use torch's fully_shard (FSDP2)"
+            )
+        for param, shape, begin, _ in unit.members if unit.sharded else ():
+            if flat_of(param) is None:
+                groups = unit.group, unit.copies
+                if groups not in rows:
+                    rows[groups] = _rows(unit)
+                remember_flat(param, FlatShard(shape, begin, unit.length, rows[groups]))
+    for tensor in flattened:
+        if id(tensor) not in known:
+            raise ValueError(
+                f"a parameter of shape {tuple(tensor.shape)} was flattened by FullyShardedDataParallel (FSDP1), which "
+                f"does not say of which matrices it is made: {_REMEDY}"
+            )
+
+
+def _rows(unit: FlatUnit) -> tuple[tuple[int, ...], ...]:
+    if unit.copies is None:
+        return (ranks_of(unit.group),)
+    if unit.rows is not None:
+        return tuple(map(tuple, unit.rows))
+    ranks, shards = grid_of_groups({"fsdp": unit.group, "dp": unit.copies}).ranks, unit.group.size()
+    copies = len(ranks) // shards
+    return tuple(tuple(ranks[shard * copies + copy] for shard in range(shards)) for copy in range(copies))
+
+
+def fault_of_flat(params: Iterable[Tensor]) -> ValueError | None:
+    """Why those of ``params`` that FSDP1 has flattened cannot be laid out; None if they can."""
+    for unit in _units(params):
+        for param, *_ in unit.members if unit.sharded else ():
+            if flat_of(param) is None:
+                return ValueError(
+                    "the model was wrapped in FullyShardedDataParallel (FSDP1) since the optimizer was built; build "
+                    "the optimizer after that"
+                )
+            if param.ndim != 1:
+                return ValueError(_GATHERED)
+    return None
+
+
+@contextmanager
+def in_original_shapes(params: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """While inside, modules hold parameters of the shapes before in the place of those of ``params`` that are cut.
+
+    They have no memory. What is remembered of them is, behind, remembered of those whose place they took.
+
+    Returns:
+        By ``id`` of either, the other one.
+    """
+    swap: dict[int, Tensor] = {}
+    held: list[tuple[nn.Module, str, nn.Parameter]] = []
+    pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for unit in _units(params):
+        for param, shape, _, sites in unit.members if unit.sharded else ():
+            stand_in = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), param.requires_grad)
+            if is_remembered(param):
+                remember_spec(stand_in, spec_of(param), fault_of(param))
+            swap |= {id(param): stand_in, id(stand_in): param}
+            held += [(module, name, param) for module, name in sites]
+            pairs.append((param, stand_in))
+    if any(module._parameters.get(name) is not param or param.ndim != 1 for module, name, param in held):
+        raise ValueError(_GATHERED)
+    try:
+        for module, name, param in held:
+            module._parameters[name] = swap[id(param)]  # type: ignore[assignment]
+        yield swap
+    finally:
+        for module, name, param in held:
+            module._parameters[name] = param
+        for param, stand_in in pairs:
+            if is_remembered(stand_in):
+                remember_spec(param, spec_of(stand_in), fault_of(stand_in))
+
+
 # -- where matrices live ----------------------------------------------------------------------------------------------
 
 
 def find_residencies(
     params: Sequence[Tensor],
-    names: Mapping[int, str],
+    names: Names,
     origin: Origin,
     device: torch.device,
     last: Exchange | None,
@@ -236,17 +364,7 @@ def find_residencies(
 ) -> list[Residency]:
     """Where the parameters of Muon live: those that dmuon owns first, and what is exchanged last.
 
-    Collective, as building the optimizer is.
-
-    Args:
-        names: by ``id``.
-        device: in case that there are no parameters.
-        last: how the optimizer exchanged some before.
-        ns: how it orthogonalizes.
-        strategies: by ``id``, of those that have not just owners.
-
-    Raises:
-        ValueError: some cannot be laid out.
+    Collective, as building the optimizer is. Arguments are those of :func:`exchange_for`.
     """
     others = [p for p in params if not isinstance(p, OwnedTensor)]
     if (flat_fault := fault_of_flat(others)) is not None:
@@ -278,52 +396,9 @@ def find_residencies(
 # Whole parameters beside those that tensor parallelism cuts have the same gradients on all of its ranks.
 
 _NAMED = 3
-_log = logger(__name__)
 
 
-class Averagers:
-    """What was found out about the parameters of one optimizer as they are laid out."""
-
-    def __init__(self) -> None:
-        self._frozen: list[Tensor] | None = None  # those that nobody would average; None before anyone has looked
-        self._told: set[int] = set()
-
-    def forget(self) -> None:
-        """Parameters are laid out anew."""
-        self._frozen = None
-
-    def check(self, groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], *, by_user: bool) -> None:
-        """Look once for each layout, and when something is trained that was frozen and that nobody averages.
-
-        Args:
-            names: of the parameters, by ``id``.
-            by_user: a configuration was given.
-
-        Raises:
-            RuntimeError: DistributedDataParallel holds a trained parameter that its reducer does not know.
-        """
-        if self._frozen is not None:
-            for param in self._frozen:
-                if param.requires_grad:
-                    break
-            else:
-                return
-        params = [param for group in groups for param in group["params"]]
-        self._told &= set(map(id, params))  # others may get the ids of those that are gone
-        alone = [] if by_user else [p for p in params if not isinstance(p, DTensor) and flat_of(p) is None]
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            alone = []
-        if alone:
-            known = replicated_by_any(alone).keys() | averaged_by_dmuon()
-            alone = [param for param in alone if id(param) not in known]
-        trained = [param for param in alone if param.requires_grad and id(param) not in self._told]
-        if trained:
-            _tell(trained, {id(p) for p in params if isinstance(p, DTensor) and not isinstance(p, OwnedTensor)}, names)
-            self._told.update(map(id, trained))
-        self._frozen = [param for param in alone if not param.requires_grad]
-
-
-def _tell(trained: Sequence[Tensor], dtensors: set[int], names: Mapping[int, str]) -> None:
+def _tell(trained: Sequence[Tensor], dtensors: set[int], names: Names) -> None:
     gc.collect()
     modules = all_living(nn.Module)
     left = {id(param) for module in modules for param in left_by_ddp(module)}
@@ -359,9 +434,6 @@ def check_moment(device: torch.device, wrapping: Wrapping, *, copied: bool, para
         wrapping: of the model, which may let ranks leave a loop early.
         copied: DDP averages gradients.
         params: ids of what the optimizer trains.
-
-    Raises:
-        RuntimeError: says what to do.
     """
     if is_capturing(device):
         raise RuntimeError(
@@ -374,7 +446,7 @@ def check_moment(device: torch.device, wrapping: Wrapping, *, copied: bool, para
             f"Muon.step() was called inside backward, in which {who} has not averaged all gradients yet; call step() "
             "when backward() has returned"
         )
-    if wrapping.ddp and wrapping.is_uneven():
+    if any((module := ref()) is not None and takes_uneven_inputs(module) for ref in wrapping.ddp):
         raise RuntimeError(
             "Muon.step() was called inside DistributedDataParallel.join(): ranks that run out of batches leave that "
             "loop, and the others would wait for them in every step; give all ranks the same number of batches"

@@ -1,16 +1,18 @@
-"""What a rank should hold and send, from layouts alone."""
+"""What a rank should hold, and send in a step: a table with a row for each message, and its sums.
+
+Predictions for machines that are not there (``dmuon.tools.simulation``) have sums of their own. docs/communication.md
+says the same in words.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
-from operator import add
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from dmuon.comm.domain import AllToAll
 from dmuon.dedicated.buffer import OwnedBuffer, fills_wait
 from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.runtime import Runtime
@@ -21,6 +23,26 @@ from dmuon.step.batches import make_batches
 from dmuon.step.rounds import ExchangedRound
 from dmuon.step.sharded import ShardedRound, variant_of
 from dmuon.step.update import numerics_of
+
+Purpose = Literal["fill", "publish", "reduce", "gather", "scatter", "copy", "sum"]
+
+
+class Message(NamedTuple):
+    """What this rank sends or gets, or takes part in.
+
+    Attributes:
+        purpose: owners' weights to their shard group ("fill") and to replicas ("publish"), gradients to owners
+            ("reduce"); momentum to whom orthogonalizes ("gather"), parts of the update back ("scatter"), and these on
+            from an owner to replicas ("copy"); Gram matrices of slices ("sum").
+        nbytes: of the tensor that travels; where all ranks of a group send, of all of them.
+        calls: collectives that carry this alone. What many messages share is a row without bytes.
+        is_sent: by this rank, to others.
+    """
+
+    purpose: Purpose
+    nbytes: int
+    calls: int = 0
+    is_sent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +106,7 @@ class ExchangeBudget:
     sent_before: int
     sent_after: int
     copied: int
-    summed: int
+    summed: int = 0
 
 
 def expected_memory(runtime: Runtime) -> Memory:
@@ -114,38 +136,32 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return dict(found)
 
 
-def expected_traffic(runtime: Runtime, micro_batches: int = 1, *, ns_dtype: torch.dtype | None = None) -> Traffic:
-    """Collectives of one step: forward and backward of every micro-batch, of which the last reduces, and ``step()``.
+def expected_traffic(
+    runtime: Runtime, micro_batches: int = 1, *, reductions: int = 1, ns_dtype: torch.dtype | None = None
+) -> Traffic:
+    """Collectives of one step: forward and backward of every micro-batch, and ``step()``.
 
     Args:
+        reductions: backwards that reduce gradients; the others accumulate.
         ns_dtype: as given to ``dmuon.Muon``; tensor-parallel updates return in it.
     """
     comm = runtime.comm
     calls: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
-
-    def count(purpose: str, transport: Transport, spans: Spans, itemsize: int, times: int = 1) -> None:
-        """What owners send of a flat region, or get of its gradients, so many times."""
-        calls[purpose] += times * _calls(transport, spans)
-        nbytes[purpose] += times * spans.size * itemsize
-
     for buffer in runtime.buffers:
-        layout, weight, gradient = buffer.layout, _itemsize(buffer), buffer.reduce_dtype.itemsize
-        if comm.row is not None:
-            count("fill", layout.row, layout.segments, weight, 1 if buffer.keep else 2 * micro_batches)
-            count("reduce", layout.row, layout.segments, gradient)
-        if comm.column is not None:
-            parts = layout.parts(comm.at.s)
-            count("publish", layout.column, parts, weight)
-            count("reduce", layout.column, parts, gradient)
+        for message in (row for row in buffer_messages(buffer, micro_batches, reductions) if row.calls):
+            calls[message.purpose] += message.calls
+            nbytes[message.purpose] += message.nbytes
     if comm.tensor is not None:
         group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": 5, "orthogonalize": None}
         residency = Dedicated(runtime, [])
         for round_ in residency.rounds([make_batches(residency.tasks(), torch.device("meta"))]):
-            if isinstance(round_, ExchangedRound):
-                found = _exchange_of(round_, group, comm.device)
-                calls["exchange"] += found.calls
-                nbytes["exchange"] += found.received_before + found.received_after + found.copied
+            if not isinstance(round_, ExchangedRound):
+                continue
+            for message in round_messages(round_, group, comm.device):
+                calls["exchange"] += message.calls
+                if not message.is_sent or message.purpose == "copy":
+                    nbytes["exchange"] += message.nbytes
     return Traffic(dict(calls), dict(nbytes))
 
 
@@ -155,53 +171,76 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
     Raises:
         TypeError: a user's own functions exchange matrices; what they send is not known.
     """
-    total = ExchangeBudget(*[0] * len(fields(ExchangeBudget)))
+    calls = 0
+    sent: Counter[str] = Counter()
+    received: Counter[str] = Counter()
     for round_ in optimizer._rounds:
         if not round_.exchanged:
             continue
         if not isinstance(round_, ExchangedRound):
             raise TypeError("gather_fn and redistribute_fn of the distributed_config are a user's own: count them")
-        found = _exchange_of(round_, optimizer.param_groups[round_.index], round_.batches[0].device)
-        total = ExchangeBudget(*map(add, astuple(total), astuple(found)))
-    return total
-
-
-def _exchange_of(round_: ExchangedRound, group: Mapping[str, Any], device: torch.device) -> ExchangeBudget:
-    """What this rank sends and gets in one round, and the collectives that it starts.
-
-    Args:
-        group: of the optimizer, which says in which dtypes momentum and updates travel.
-        device: of the momentum.
-    """
-    here, dtype, strategy = round_.domain.position, round_.batches[0].dtype, round_.parcels[0].strategy
-    numerics = numerics_of(group, dtype, device)
-    normalized = strategy == "sharded" or (numerics.sent_normalized and strategy != "full_replication")
-    before, after = (numerics.storage if normalized else dtype).itemsize, numerics.storage.itemsize
-    gather, scatter = (AllToAll(routes, round_.domain) for routes in zip(*round_.routes, strict=True))
-    loads = round_.copies.loads  # what goes on to copies is padded where it travels together
-    copied = after * sum(end - start for start, end in (load.spans[load.line.position] for load in loads))
-    calls = gather.travels + scatter.travels + sum(_calls(load.transport, load.spans) for load in loads)
-    summed = 0
-    if isinstance(round_, ShardedRound):
-        for batch in round_.batches:
-            if batch.parcel.is_for(here):
-                blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, after)
-                calls += blocks
-                summed += blocks * batch.count * min(batch.shape) ** 2 * wide
+        for message in round_messages(round_, optimizer.param_groups[round_.index], round_.batches[0].device):
+            calls += message.calls
+            (sent if message.is_sent else received)[message.purpose] += message.nbytes
     return ExchangeBudget(
         calls=calls,
-        received_before=before * sum(gather.incoming),
-        received_after=after * (sum(scatter.incoming) + sum(load.spans.size for load in loads)) - copied,
-        sent_before=before * sum(gather.outgoing),
-        sent_after=after * sum(scatter.outgoing) + copied,
-        copied=copied,
-        summed=summed,
+        received_before=received["gather"],
+        received_after=received["scatter"] + received["copy"],
+        sent_before=sent["gather"],
+        sent_after=sent["scatter"] + sent["copy"],
+        copied=sent["copy"],
+        summed=received["sum"],
     )
+
+
+def buffer_messages(buffer: OwnedBuffer, micro_batches: int, reductions: int) -> Iterator[Message]:
+    """What this rank takes part in for what a buffer holds."""
+    comm, layout = buffer.comm, buffer.layout
+    weight, gradient = _itemsize(buffer), buffer.reduce_dtype.itemsize
+    if comm.row is not None:
+        fills = 1 if buffer.keep else 2 * micro_batches
+        yield _region("fill", layout.row, layout.segments, weight, fills)
+        yield _region("reduce", layout.row, layout.segments, gradient, reductions)
+    if comm.column is not None:
+        parts = layout.parts(comm.at.s)
+        yield _region("publish", layout.column, parts, weight, 1)
+        yield _region("reduce", layout.column, parts, gradient, reductions)
+
+
+def _region(purpose: Purpose, transport: Transport, spans: Spans, itemsize: int, times: int) -> Message:
+    """What owners send of a flat region, or get of its gradients, so many ``times`` in a step."""
+    return Message(purpose, times * spans.size * itemsize, times * _calls(transport, spans))
 
 
 def _calls(transport: Transport, spans: Spans) -> int:
     """Collectives that carry a flat region."""
     return 1 if transport == "single" else len(spans.filled)
+
+
+def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: torch.device) -> Iterator[Message]:
+    """What this rank sends and gets in a round, and the collectives that it starts.
+
+    Args:
+        group: of the optimizer, which says in which dtypes momentum and updates travel.
+        device: of the momentum.
+    """
+    position, dtype, strategy = round_.domain.position, round_.batches[0].dtype, round_.parcels[0].strategy
+    numerics = numerics_of(group, dtype, device)
+    normalized = strategy == "sharded" or (numerics.sent_normalized and strategy != "full_replication")
+    before, after = (numerics.storage if normalized else dtype).itemsize, numerics.storage.itemsize
+    ways: tuple[tuple[Purpose, int], ...] = (("gather", before), ("scatter", after))
+    for (purpose, itemsize), routes in zip(ways, zip(*round_.routes, strict=True), strict=True):
+        yield Message(purpose, itemsize * sum(route.numel_out(position) for route in routes), is_sent=True)
+        yield Message(purpose, itemsize * sum(route.numel_in(position) for route in routes))
+        yield Message(purpose, 0, int(any(route.travels for route in routes)))
+    for load in round_.copies.loads:  # what goes on to copies is padded where it travels together
+        start, end = load.spans[load.line.position]
+        yield Message("copy", (end - start) * after, _calls(load.transport, load.spans), is_sent=True)
+        yield Message("copy", (load.spans.size - (end - start)) * after)
+    here = [one for one in round_.batches if one.parcel.is_for(position)] if isinstance(round_, ShardedRound) else ()
+    for batch in here:
+        blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.storage.itemsize)
+        yield Message("sum", blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
 
 
 def _itemsize(buffer: OwnedBuffer) -> int:

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from dmuon.model.matrix_spec import Names
 from dmuon.platform.torch_private import before_unshard, unshards_as_usual
-from dmuon.step.rounds import ExchangedRound, Step, WholeNorms, join_norms
+from dmuon.step.rounds import ExchangedRound, Step, join_norms
 
 
 class FusedRound(ExchangedRound):
@@ -39,15 +40,12 @@ class Deferred:
     Args:
         rounds: in the order in which they run, whichever is asked for.
         blocks: by ``id`` of the parameter, what FSDP2 unshards it with, and a module of that.
-        names: of parameters, by ``id``.
 
     Raises:
         ValueError: FSDP2 unshards one with nothing.
     """
 
-    def __init__(
-        self, rounds: Sequence[FusedRound], blocks: Mapping[int, tuple[Any, nn.Module]], names: Mapping[int, str]
-    ) -> None:
+    def __init__(self, rounds: Sequence[FusedRound], blocks: Mapping[int, tuple[Any, nn.Module]], names: Names) -> None:
         self._rounds = rounds
         self._waiting: dict[int, Iterator[bool]] = {}  # by number of the round
         self._last: dict[int, tuple[Any, int]] = {}  # a block, and the last round that it waits for
@@ -69,12 +67,9 @@ class Deferred:
 
     def begin(self, step: Step) -> None:
         """Fold gradients into momentum, and send that to the owners. Collective."""
-        norms: list[WholeNorms] = []
         for round_ in self._rounds:
-            if (of_round := round_.fold(step)) is not None:
-                norms.append(of_round)
-        if norms:
-            join_norms(norms)
+            round_.fold(step)
+        join_norms(self._rounds)
         for number, round_ in enumerate(self._rounds):
             stages = round_.run(step)
             if next(stages, None) is not None:

@@ -135,7 +135,7 @@ FAULTS = {
         "predictions_by_shape_alone": "{m.name: (plan.owners[m.name], «(m.rows, m.cols)→m.shape», m.pool)",
     },
     "tests/report/test_exchange_accounting.py": {
-        "bytes_of_updates_forgotten": "received_after=«after→0» * (sum(scatter.incoming)",
+        "bytes_of_updates_forgotten": '(("gather", before), ("scatter", «after→0»))',
     },
 }
 

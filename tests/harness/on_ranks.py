@@ -61,11 +61,11 @@ def over_ranks(number: int, group: dist.ProcessGroup | None = None) -> int:
     return int(total)
 
 
-def assert_same_over_ranks(weights: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+def assert_same_over_ranks(weights: Mapping[str, Tensor]) -> None:
     """The same bits as on the first of the ranks. Collective."""
     for name, tensor in weights.items():
         first = tensor.clone()
-        dist.broadcast(first, group_src=0, group=group)
+        dist.broadcast(first, src=0)
         assert torch.equal(first, tensor), f"{name} differs between ranks"
 
 

@@ -326,8 +326,3 @@ def test_siblings_that_share_a_weight_are_not_dedicated_apart(rank: int, world: 
     dmuon.dedicate_params(one, mesh, costs="flops")
     with pytest.raises(ValueError, match=rf"parameter '{tied}' is one of a module that was dedicated before"):
         dmuon.dedicate_params(other, mesh, costs="flops")
-
-
-def told(optimizer: dmuon.Muon) -> Any:
-    """The ids of the parameters that somebody is known to average."""
-    return optimizer._averagers._told

@@ -114,7 +114,7 @@ def gradients(named: Iterable[tuple[str, Tensor]], step: int) -> dict[str, Tenso
     return {name: noise(100 * step + i, *param.shape).to(HALF) for i, (name, param) in enumerate(named)}
 
 
-def in_one_process(steps: int, edit: Callable[[dict[str, Tensor]], None] | None = None) -> dict[str, Tensor]:
+def in_one_process(steps: int) -> dict[str, Tensor]:
     """The masters of the toy in fp32: matrices as the paper says, the rest by ``torch.optim.AdamW``."""
     model = build().to(HALF).float()
     named, twin = dict(model.named_parameters()), Paper()

@@ -136,7 +136,6 @@ SCHEDULES: list[Options] = [
     {"async_gpu_parallelism": False, "prefetch_count": 1, "chunk_bytes": 3000},
     {"prefetch_count": 0, "small_param_numel_threshold": 0, "chunk_bytes": 3000},
 ]
-BOTH = (False, True)
 
 LOOPS = ["dropped batch", "two forwards two backwards", "momentum replaced", "momentum cleared", "momentum zeroed"]
 ALONE = [name for name, program in PROGRAMS.items() if program.alone]
@@ -148,10 +147,10 @@ def all_of(layouts: Iterable[str], programs: Iterable[str], **fixed: Any) -> lis
     return [Case(layout, program, **fixed) for layout in layouts for program in programs]
 
 
-def in_turn(layouts: Iterable[str], programs: Sequence[str], keep: Sequence[bool] = BOTH) -> list[Case]:
+def in_turn(layouts: Iterable[str], programs: Sequence[str]) -> list[Case]:
     """Each program once on each layout, with options and residencies of whole weights in turn."""
     return [
-        Case(layout, program, keep[(i + j) % len(keep)], options=COMM[(i + 2 * j) % len(COMM)])
+        Case(layout, program, (i + j) % 2 == 1, options=COMM[(i + 2 * j) % len(COMM)])
         for j, layout in enumerate(layouts)
         for i, program in enumerate(programs)
     ]

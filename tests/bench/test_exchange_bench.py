@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from harness.limits import PROGRAM_SECONDS
+from harness.commands import run_bench
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODULE = "exchange"
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "1"]
 BRIEF = ["--rounds", "1", "--warmup", "0", "--check", "1", "--costs", "flops", "--chunk-bytes", "16384"]
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("exchange")
 
 
 @pytest.mark.slow
 def test_all_modes_agree_with_each_other_and_with_a_single_process(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, str(BENCH / "exchange.py"), *TINY, *BRIEF, "--json", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert ran.returncode == 0, ran.stderr
+    said = run_bench("exchange.py", *TINY, *BRIEF, "--json", out)
     result = json.loads(out.read_text())
     programs = result["programs"]
     assert list(programs) == [*bench.MODES, bench.GATHER, bench.DEDICATED, bench.ADAMW]
-    assert all(name in ran.stdout for name in programs)
+    assert all(name in said for name in programs)
     assert str(tmp_path) not in out.read_text(), "the command has the place of the record"
     assert {"command", "commit", "date", "machine", "versions", "seconds", "settings"} <= result.keys()
-    again = subprocess.run([*command[:2], "--read", str(out)], env=environment, capture_output=True, text=True)
-    assert again.stdout == ran.stdout
+    assert run_bench("exchange.py", "--read", out) == said
     for name in bench.MODES:
         row = programs[name]
         assert row["equal"], f"{name}: {row}"
@@ -64,11 +50,9 @@ def test_a_slower_loopback_is_refused_where_the_tools_are_missing(
 def test_the_ablation_says_what_parts_save_on_several_ranks(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = ["--programs", "ablation", "--worlds", "1,2", *TINY, "--rounds", "1", "--warmup", "0", "--costs", "flops"]
-    command = [sys.executable, str(BENCH / "step.py"), *options, "--json", str(out)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert ran.returncode == 0, ran.stderr
+    said = run_bench("step.py", *options, "--json", out)
     record = json.loads(out.read_text())
-    assert record["worlds"].keys() == {"1", "2"} and "times the baseline, by ranks" in ran.stdout
+    assert record["worlds"].keys() == {"1", "2"} and "times the baseline, by ranks" in said
     for world, found in record["worlds"].items():
         for name, row in found["programs"].items():
             assert row["error"] < 1e-4, f"{name} on {world} ranks"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from harness.commands import run_bench
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODULE = "gpu_kernels"
 MODELS = ("qwen2.5-7b", "llama-3-8b", "pi0", "gpt2-1.5b")
 
 
@@ -34,28 +31,22 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCH / script), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-
-
 @pytest.fixture
-def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The GPU script as a module, on a machine without a GPU."""
-    monkeypatch.syspath_prepend(str(BENCH))
+def gpu_kernels(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """On a machine without a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     threads = torch.get_num_threads()
-    yield importlib.import_module("gpu_kernels")
+    yield bench
     torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
-def test_the_gpu_script_runs_its_kernels_in_the_interpreter(models: Path, tmp_path: Path) -> None:
+def test_the_gpu_script_runs_its_kernels_in_the_interpreter(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "found.json"
-    arguments = ["--dry", "--models", str(models), "--json", str(path), "--seconds", "3"]
-    done = run("gpu_kernels.py", *arguments, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr + done.stdout
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run_bench("gpu_kernels.py", "--dry", "--models", models, "--json", path, "--seconds", 3, seconds=600)
     found = json.loads(path.read_text())
     assert found["dry"] and found["products"] and not found["faults"]
 

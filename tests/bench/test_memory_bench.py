@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness.commands import ROOT, run_bench
 from harness.limits import PROGRAM_SECONDS
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| ([A-Z\w][^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 
 
@@ -19,13 +17,7 @@ ROW = re.compile(r"^\| ([A-Z\w][^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", 
 @pytest.mark.pitfall("P59")
 def test_the_page_says_what_is_counted(tmp_path: Path) -> None:
     out = tmp_path / "memory.json"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "memory.py"), "--json", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=2 * PROGRAM_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_bench("memory.py", "--json", out, seconds=2 * PROGRAM_SECONDS)
     counted = json.loads(out.read_text())["rows"]
     section = (ROOT / "docs" / "how-to" / "memory.md").read_text().split("## How much")[0]
     said = {name: [float(n) for n in numbers] for name, *numbers in ROW.findall(section)}

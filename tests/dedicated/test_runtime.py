@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
-from harness.network import full_state, loss_of, shard
+from harness.network import full_state, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay, runtime_of
@@ -27,9 +27,7 @@ def dedicate(model: nn.Module, world: int, fsdp: bool = True, keep: bool = False
     mesh = init_device_mesh("cpu", (world,))
     dmuon.dedicate_params(model, mesh, costs="flops", reshard_after_forward=not keep)
     if fsdp:
-        for block in model.blocks:
-            dmuon.fully_shard(block, mesh=mesh)
-        dmuon.fully_shard(model, mesh=mesh)
+        shard_blocks(model, mesh, dmuon.fully_shard)
     return dmuon.Muon(model, **{**OPTIONS, **options})
 
 

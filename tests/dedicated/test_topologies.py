@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
-from harness.network import Block, Network, full_state, is_matrix, loss_of, shard
+from harness.network import Block, Network, full_state, is_matrix, loss_of, shard, shard_blocks
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
@@ -24,14 +24,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
-
-
-def train(laid: Laid, optimizer: dmuon.Muon, steps: int = 3) -> None:
-    for step in range(steps):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
-
 
 # -- tensor parallelism beyond rows and columns -------------------------------------------------------------------
 
@@ -98,11 +90,9 @@ def test_sequence_parallel_norms_and_copied_matrices(rank: int, world: int, kind
     split(model, whole["tp"])
     dmuon.dedicate_params(model, mesh, costs="flops")
     if fsdp:
-        for block in model.blocks:
-            dmuon.fully_shard(block, mesh=mesh)
-        dmuon.fully_shard(model, mesh=mesh)
+        shard_blocks(model, mesh, dmuon.fully_shard)
     optimizer = dmuon.Muon(model, **OPTIONS)
-    train(Laid(model, mesh, mesh.get_local_rank(), mesh.size(), model), optimizer)
+    Laid(model, mesh, mesh.get_local_rank(), mesh.size(), model).train(optimizer, range(3))
     muon = [n for n, p in model.named_parameters() if p in dmuon.owned_parameters(model)]
     assert len(muon) == 9 and all(map(is_matrix, muon)), "norms stay on AdamW"
     weights = full_state(model)
@@ -161,9 +151,7 @@ def run_stage(
     model = Stage(index)
     plan = dmuon.dedicate_params(model, mesh, costs="flops")
     if fsdp:
-        for block in model.blocks:
-            dmuon.fully_shard(block, mesh=mesh)
-        dmuon.fully_shard(model, mesh=mesh)
+        shard_blocks(model, mesh, dmuon.fully_shard)
     optimizer = dmuon.Muon(model, **OPTIONS)
     flight: list[int] = []
     first = dedications(model)[0].runtime.blocks[0]
@@ -197,7 +185,13 @@ def run_reference(clip: bool) -> tuple[dict[str, Tensor], list[float]]:
     return {n: p.detach() for n, p in model.state_dict().items()}, norms
 
 
-def check(ranks: RankPool, schedule: str, world: int, fsdp: bool, clip: bool = False) -> None:
+@pytest.mark.pitfall("P19", "P36")
+@pytest.mark.parametrize(
+    ("schedule", "world", "fsdp", "clip"),
+    [("GPipe", 2, False, False), ("1F1B", 4, True, False), ("1F1B", 2, False, True)],
+)
+def test_stages_equal_single_process(ranks: RankPool, schedule: str, world: int, fsdp: bool, clip: bool) -> None:
+    """Gradients are clipped by the norm over all stages, or not."""
     results = ranks(world, run_stage, schedule, fsdp, clip)
     expected, norms = run_reference(clip)
     dp = world // STAGES
@@ -209,14 +203,3 @@ def check(ranks: RankPool, schedule: str, world: int, fsdp: bool, clip: bool = F
         assert len(owned) == 3 * LAYERS // STAGES, "a plan holds the matrices of its stage"
         assert flight >= (2 if "embed.weight" in weights or schedule == "GPipe" else 1), "forwards in flight"
         assert found == pytest.approx(norms, rel=1e-5)
-
-
-@pytest.mark.pitfall("P19")
-@pytest.mark.parametrize(("schedule", "world", "fsdp"), [("GPipe", 2, False), ("1F1B", 4, True)])
-def test_stages_equal_single_process(ranks: RankPool, schedule: str, world: int, fsdp: bool) -> None:
-    check(ranks, schedule, world, fsdp)
-
-
-@pytest.mark.pitfall("P36")
-def test_clipping_over_all_stages(ranks: RankPool) -> None:
-    check(ranks, "1F1B", 2, fsdp=False, clip=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.assertions import assert_equal_weights, assert_same_tensors
-from harness.network import is_matrix, loss_of
+from harness.network import is_matrix, loss_of, shard_blocks
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.toy import OPTIONS, batch, build
@@ -58,10 +58,7 @@ class Task(lightning.LightningModule):
             dmuon.dedicate_params(self.model, mesh, costs="flops")
         if self.kind == "dedicated alone":
             return
-        shard = fully_shard if self.kind == "fsdp2" else dmuon.fully_shard
-        for block in self.model.blocks:
-            shard(block, mesh=mesh)
-        shard(self.model, mesh=mesh)
+        shard_blocks(self.model, mesh, fully_shard if self.kind == "fsdp2" else dmuon.fully_shard)
 
     def training_step(self, rows: list[Tensor], number: int) -> Tensor:
         return loss_of(self.model, *rows)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.assertions import assert_equal_weights, assert_same_tensors
-from harness.network import Network, full_state, is_matrix, loss_of, shard
+from harness.network import Network, full_state, is_matrix, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.toy import OPTIONS, SIZE, batch, build
@@ -53,10 +53,7 @@ class Run:
         elif kind == "meta":
             with torch.device("meta"):
                 self.model = Network(SIZE)
-        shard_ = dmuon.fully_shard if kind == "dedicated" else fully_shard
-        for block in self.model.blocks:
-            shard_(block, mesh=mesh)
-        shard_(self.model, mesh=mesh)
+        shard_blocks(self.model, mesh, dmuon.fully_shard if kind == "dedicated" else fully_shard)
         if kind == "meta":
             self.model.to_empty(device="cpu")
             whole = build().state_dict()

@@ -12,7 +12,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
 from harness.heard import heard
-from harness.network import Network, full_state, loss_of, shard
+from harness.network import Network, full_state, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, batch, build
@@ -85,8 +85,7 @@ def composable(model: Network, world: int) -> Built:
 
 
 def fsdp(model: Network, world: int, **options: Any) -> Built:
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=init_device_mesh("cpu", (world,)), **options)
+    shard_blocks(model, init_device_mesh("cpu", (world,)), **options)
     return model, dmuon.Muon(model, **OPTIONS)
 
 
@@ -123,8 +122,7 @@ def dedicated_in_groups_beside_another(model: Network, world: int) -> Built:
 def dedicated_and_sharded(model: Network, world: int) -> Built:
     mesh = init_device_mesh("cpu", (world,))
     dmuon.dedicate_params(model, mesh, costs="flops")
-    for part in (*model.blocks, model):
-        dmuon.fully_shard(part, mesh=mesh, ignored_params={model.norm.weight})
+    shard_blocks(model, mesh, dmuon.fully_shard, ignored_params={model.norm.weight})
     return model, dmuon.Muon(model, **OPTIONS)
 
 
@@ -203,9 +201,7 @@ def test_modules_that_the_program_hides_from_the_collector_are_found(
 
 
 def hsdp(model: Network, world: int) -> Built:
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh)
+    shard_blocks(model, init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard")))
     return model, dmuon.Muon(model, **OPTIONS)
 
 

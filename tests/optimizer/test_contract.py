@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import full_state, loss_of, shard
+from harness.network import full_state, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -127,9 +126,7 @@ def test_one_optimizer_for_each_parameter_steps_inside_backward() -> None:
 @on_ranks(2)
 def test_one_optimizer_for_each_sharded_parameter_steps_inside_backward(rank: int, world: int) -> None:
     model = build()
-    mesh = init_device_mesh("cpu", (world,))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
+    shard_blocks(model, init_device_mesh("cpu", (world,)))
     one_optimizer_each(model, dmuon.create_dtensor_config(costs="flops"))
     for step in range(5):
         loss_of(model, *shard(batch(step), rank, world)).backward()
@@ -173,9 +170,8 @@ def test_cycles_compiled_steps_and_zeroed_gradients_equal_one_process(rank: int,
         laid = lay("1d", model)
         outer, optimizer = laid.model, laid.optimizer()
     else:
-        outer, mesh = model, init_device_mesh("cpu", (world,))
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh)
+        outer = model
+        shard_blocks(model, init_device_mesh("cpu", (world,)))
         optimizer = dmuon.Muon(model, **OPTIONS, distributed_config=dmuon.create_dtensor_config(costs="flops"))
     reference = Reference(twin)
     schedules = [OneCycleLR(o, max_lr=4e-3, total_steps=8) for o in (optimizer, reference.muon, reference.adamw)]

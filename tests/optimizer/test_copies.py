@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import full_state, loss_of
+from harness.network import full_state, loss_of, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
@@ -102,8 +101,7 @@ def wrapped(kind: str, model: nn.Module) -> tuple[nn.Module, dmuon.Muon]:
         outer: nn.Module = DistributedDataParallel(model)
         return outer, dmuon.Muon(outer, **OPTIONS)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
+    shard_blocks(model, mesh)
     config = dmuon.create_dtensor_config(costs="flops") if kind == "fsdp2, config" else None
     return model, dmuon.Muon(model, **OPTIONS, distributed_config=config)
 

@@ -148,10 +148,7 @@ def test_models_as_users_lay_them_out(ranks: RankPool, layout: str, member: str)
 def laid_out(rank: int, world: int, layout: str, member: str, multipliers: dict[str, float] | None = None) -> None:
     laid = lay(layout, build())
     optimizer = laid.optimizer(**MEMBERS.get(member, {}), lr_multipliers=multipliers)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
+    laid.train(optimizer, range(STEPS))
     weights = full_state(laid.network)
     assert_equal_weights(weights, trained(build(), member, multipliers or {}), NEAR.get(member, 1e-5))
     assert_same_over_ranks(weights)

@@ -14,7 +14,7 @@ from harness import checkpoints
 from harness.assertions import assert_close, assert_equal_weights
 from harness.dtensors import functions_of_whole_tensors, give, noise, placements_of, whole
 from harness.hand_laid import SPLITS, Weights
-from harness.network import full_state, is_matrix, loss_of
+from harness.network import full_state, is_matrix, loss_of, shard_blocks
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.paper import Paper
 from harness.pool import RankPool
@@ -22,7 +22,7 @@ from harness.topologies import LAYOUTS, lay
 from harness.toy import DECAY, LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
 import dmuon
@@ -179,10 +179,7 @@ def trains_slowly(rank: int, world: int, layout: str) -> None:
         laid = lay(layout, build().to(HALF))
         optimizer = laid.optimizer(lr=2e-6, adamw_lr=2e-6, weight_decay=0.0, master_weights=masters)
         before = full_state(laid.network)
-        for step in range(12):
-            optimizer.zero_grad()
-            laid.backward(step)
-            optimizer.step()
+        laid.train(optimizer, range(12))
         after = full_state(laid.network)
         moved[masters] = sum(int((after[name] != before[name]).sum()) for name in ("head.weight", "embed.weight"))
     assert moved[True] > 2 * moved[False]
@@ -375,8 +372,7 @@ def test_stochastic_rounding_of_what_has_masters_is_refused(rank: int, world: in
 @on_ranks(2)
 def test_fused_updates_change_masters_with_the_weights(rank: int, world: int) -> None:
     model = build().to(HALF)
-    for module in (*model.blocks, model):
-        fully_shard(module)
+    shard_blocks(model, init_device_mesh("cpu", (world,)))
     optimizer = dmuon.Muon(model, strategy="fused", **OPTIONS, **MASTERS)
     for step in range(STEPS):
         for name, grad in gradients(model.named_parameters(), step).items():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import Network, full_state, loss_of
+from harness.network import Network, full_state, loss_of, shard_blocks
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
@@ -20,7 +20,6 @@ from harness.toy import OPTIONS, batch, build, train
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -31,10 +30,8 @@ import dmuon
 
 
 def by_fsdp(model: Network, mesh: DeviceMesh | None = None) -> nn.Module:
-    mesh = mesh or init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    shard_blocks(model, mesh or init_device_mesh("cpu", (2,)))
+    return model
 
 
 def by_tp(model: Network, mesh: DeviceMesh | None = None) -> Network:

@@ -86,9 +86,5 @@ def test_sparse_gradients_that_nothing_announces_are_exact() -> None:
 @on_ranks(2)
 def test_sparse_gradients_that_nothing_announces_are_averaged(rank: int, world: int, layout: str) -> None:
     laid = lay(layout, with_hidden(build()))
-    optimizer = laid.optimizer()
-    for step in range(3):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
+    laid.train(laid.optimizer(), range(3))
     assert_equal_weights(full_state(laid.network), single_process())

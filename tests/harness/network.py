@@ -111,6 +111,11 @@ def shard_blocks(model: nn.Module, mesh: DeviceMesh, by: Callable[..., Any] = fu
         by(module, mesh=mesh, **options)
 
 
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """What this process has now."""
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Whole tensors on every rank, by stock means. Collective."""
     state = {name: t for name, t in get_model_state_dict(model).items() if isinstance(t, Tensor)}

@@ -270,7 +270,7 @@ def test_a_gradient_that_one_rank_drops_in_a_dedicated_model_is_told(rank: int, 
         backward(program, optimizer, rank, world)
 
 
-# -- groups, steps in backward, siblings -------------------------------------------------------------------------------
+# -- groups, siblings --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["ddp", "dedicated"])
@@ -295,22 +295,6 @@ def test_ranks_whose_groups_hold_other_parameters_all_raise(rank: int, world: in
         optimizer = dmuon.Muon(groups, **OPTIONS)
         backward(program, optimizer, rank, world)
         optimizer.step()
-
-
-@on_ranks(2)
-def test_a_step_inside_backward_of_a_dedicated_model_is_refused(rank: int, world: int) -> None:
-    model = build()
-    _, optimizer = dedicated(model, world)
-    raised = []
-
-    def step(_param: Tensor) -> None:
-        with pytest.raises(RuntimeError, match=r"called inside backward, in which dmuon has not averaged"):
-            optimizer.step()
-        raised.append(True)
-
-    model.norm.weight.register_post_accumulate_grad_hook(step)
-    backward(model, optimizer, rank, world)
-    assert raised
 
 
 @pytest.mark.parametrize("tied", ["head.weight", "blocks.0.up.weight"])

@@ -11,22 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import full_state, loss_of, shard, shard_blocks
+from harness.network import full_state, loss_of, shard, shard_blocks, weights
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import dmuon
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
 
 # -- hooks and closures --------------------------------------------------------------------------------------------
 
@@ -134,24 +128,23 @@ def test_one_optimizer_for_each_sharded_parameter_steps_inside_backward(rank: in
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("layout", "hook", "message"),
     [
-        ("ddp", r"step\(\) was called inside backward, in which DistributedDataParallel has not averaged"),
-        ("dedicated", r"step\(\)"),
+        ("ddp", "loss", r"step\(\) was called inside backward, in which DistributedDataParallel has not averaged"),
+        ("1d", "loss", r"step\(\)"),
+        ("1d-two-lines", "gradient", "called inside backward, in which dmuon has not averaged"),
     ],
 )
-@on_ranks(2)
+@on_ranks("layout")
 def test_a_step_inside_backward_is_refused_where_it_comes_too_early(
-    rank: int, world: int, kind: str, message: str
+    rank: int, world: int, layout: str, hook: str, message: str
 ) -> None:
-    if kind == "ddp":
-        outer: nn.Module = DistributedDataParallel(build())
-        optimizer = dmuon.Muon(outer, **OPTIONS)
+    laid = lay(layout, build())
+    optimizer, loss = laid.optimizer(), laid.loss(0)
+    if hook == "loss":
+        loss.register_hook(lambda _: optimizer.step())
     else:
-        laid = lay("1d", build())
-        outer, optimizer = laid.model, laid.optimizer()
-    loss = loss_of(outer, *shard(batch(0), rank, world))
-    loss.register_hook(lambda _: optimizer.step())
+        laid.network.norm.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with pytest.raises(RuntimeError, match=message):
         loss.backward()
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import full_state, loss_of, shard_blocks
+from harness.network import full_state, loss_of, shard_blocks, weights
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
@@ -36,10 +36,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
     "torch.save": saved_and_loaded,
 }
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 @pytest.mark.pitfall("P74")

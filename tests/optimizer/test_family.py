@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from itertools import product
@@ -357,8 +356,6 @@ def test_a_function_is_named_and_stays_with_the_optimizer() -> None:
     assert saved["param_groups"][0]["orthogonalize"] == "function polar", "no file holds a function"
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["orthogonalize"] is polar
-    with pytest.raises(TypeError, match="orthogonalize must be a function or None, got 'svd'"):
-        dmuon.Muon(build(), orthogonalize="svd")
 
 
 # -- second moments of rows ------------------------------------------------------------------------------------------
@@ -392,22 +389,6 @@ def test_one_number_for_each_output_or_element_is_state(rank: int, world: int, k
 
 
 ON_SPHERE = {"weight_decay_mode": "hyperball"}
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            {"second_moment": "column"},
-            "second_moment must be 'row' (NorMuon), 'element' (AdaMuon) or None, got 'column'",
-        ),
-        ({"second_moment": "row", "second_moment_beta": 1.0}, "second_moment_beta must be in [0, 1), got 1.0"),
-        ({**ON_SPHERE, "adjust_lr_fn": "spectral"}, "adjust_lr_fn='spectral' with weight_decay_mode='hyperball', by"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(says)):
-        dmuon.Muon(build(), **options)
 
 
 @pytest.mark.parametrize("options", [{"second_moment": "row"}, {"second_moment": "element"}, ON_SPHERE])
@@ -575,10 +556,6 @@ def test_momentum_is_converted_by_a_load() -> None:
         if "momentum_buffer" in values:
             assert values["momentum_buffer"].dtype == torch.float32
             assert torch.equal(values["momentum_buffer"], again["state"][i]["momentum_buffer"].float())
-    with pytest.raises(ValueError, match=r"momentum_dtype must be torch\.bfloat16 or None"):
-        dmuon.Muon(build(), momentum_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"momentum_device must be 'cpu' or None .*, got 'cuda'"):
-        dmuon.Muon(build(), momentum_device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,7 @@ QUICK: list[Case] = [
     *all_of(["1d", "fsdp2-2", "1d-two-lines"], ["scaled"]),
     *all_of(["1d"], ["clipped by torch"]),
     *all_of(["1d-3"], ["clipped"]),
+    *all_of(["1d-two-lines"], ["sparse gradients"]),
     *all_of(["1d-two-lines"], ["exceptions", "dropped by zeroing", "skipped last, none", "layers that are attributes"]),
     *all_of(["hsdp"], ["accumulated locally", "accumulated in replicas"]),
     *all_of(["ddp-2"], ["steps", "accumulated"]),
@@ -192,6 +193,7 @@ SLOW: list[Case] = [
     *in_turn(["hsdp"], LOOPS),
     *all_of(["1d", "hsdp-two-lines", "ddp-2", "tp-fsdp"], ["scaled"], muon={"overlap_backward": True}),
     *all_of(["tp-fsdp"], ["scaled"]),
+    *all_of(["ddp-2"], ["sparse gradients"]),
     *all_of(["1d-1", "1d-4"], ["clipped", "clipped by torch"]),
     *all_of(["1d-two-lines"], ["averaged"], keep=True),
     *all_of(["ddp-2", "tp-two-lines", "fsdp2-2", "hsdp"], ["averaged"]),
@@ -224,7 +226,7 @@ def world_of(case: Case) -> int:
 
 
 @pytest.mark.pitfall("P01", "P04", "P10", "P11", "P12", "P14", "P15", "P16", "P17", "P18", "P19", "P22", "P26", "P34")
-@pytest.mark.pitfall("P36", "P37", "P42", "P48", "P53", "P58", "P74")
+@pytest.mark.pitfall("P36", "P37", "P42", "P48", "P53", "P54", "P58", "P74")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("world", "cases"),

@@ -174,6 +174,23 @@ class ThinBlock(Block):
         return super().forward(x) + self.lift(self.gate(x))
 
 
+class HiddenSparse(nn.Module):
+    """An embedding whose gradient is sparse, which no attribute says."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight, sparse=True)
+
+
+def hidden_sparse() -> Network:
+    model = build()
+    model.embed = HiddenSparse(model.embed.weight)  # type: ignore[assignment]
+    return model
+
+
 class TwoDtypes(Block):
     def __init__(self, size: Size) -> None:
         super().__init__(size)
@@ -488,6 +505,7 @@ PROGRAMS: dict[str, Program] = {
     "ten steps": Program(partial(steps, count=10)),
     "thin matrices": Program(steps, make=partial(build, block=ThinBlock)),
     "two dtypes": Program(partial(steps, count=3), make=partial(build, block=TwoDtypes)),
+    "sparse gradients": Program(partial(steps, count=3), make=hidden_sparse),
     "accumulated": Program(partial(accumulated, kind="full")),
     "accumulated locally": Program(partial(accumulated, kind="none")),
     "accumulated in replicas": Program(partial(accumulated, kind="replica")),

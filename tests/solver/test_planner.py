@@ -96,14 +96,20 @@ def test_scaled_costs_scale_the_optimum(case: Case) -> None:
     assert second.bound_ns == pytest.approx(1000 * first.bound_ns, abs=refuted)
 
 
+STRICT = SolveOptions(method="greedy", byte_slack=0.0)
 WIDE, TALL = Matrix("wide", 64, 256, "b"), Matrix("tall", 256, 64, "b")
 PAIR = shape_costs({}, {1: 100, 2: 110})
 PLANNED: dict[str, tuple[list[Matrix], int, CostTable, SolveOptions, dict[str, Any]]] = {
     # LPT, which prices matrices one by one, deals each shape out: more than 200 ns.
-    "batches are kept together": (make_matrices([4, 4, 4]), 3, ALMOST_FREE, SolveOptions(), {"makespan_ns": 110}),
+    "batches are kept together": (make_matrices([4, 4, 4]), 3, ALMOST_FREE, STRICT, {"makespan_ns": 110}),
     "a batch that costs the same whatever its size does not pile up on one rank": (
-        make_matrices([16]), 4, shape_costs(dict.fromkeys((1, 2, 4, 8, 16), 1000)), SolveOptions(),
+        make_matrices([16]), 4, shape_costs(dict.fromkeys((1, 2, 4, 8, 16), 1000)), STRICT,
         {"makespan_ns": 1000, "rank_matrices": (4, 4, 4, 4)},
+    ),
+    "a search swaps its way out of the worst case of LPT": (*GRAHAM, STRICT, {"makespan_ns": 9}),
+    # 2 more if each class is dealt out as if it were alone.
+    "greedy counts what ranks have of other classes": (
+        make_matrices([11, 9, 12]), 3, linear_costs(21, 23, 1), STRICT, {"makespan_ns": 151},
     ),
     "one rank owns everything": (
         make_matrices([3, 2]), 1, linear_costs(10, 30), SolveOptions(),
@@ -255,31 +261,6 @@ def test_llama_70b_over_1024_ranks_plans_within_seconds() -> None:
     result = plan(matrices, 1024, CostTable.from_flops({m.shape for m in matrices}), GREEDY)
     assert time.perf_counter() - began < 5.0  # 0.02 s on an idle core
     assert result.gap == 0.0
-
-
-# -- each heuristic does something that the ones before it do not ------------------------------------------------------
-
-
-STRICT = SolveOptions(method="greedy", byte_slack=0.0)
-
-
-def test_packing_keeps_batches_together_that_greedy_deals_out() -> None:
-    case = make_matrices([4, 4, 4]), 3, ALMOST_FREE
-    assert plan(*case, STRICT).makespan_ns == 110  # 305, class by class to whom is done first
-
-
-def test_search_swaps_its_way_out_of_the_worst_case_of_lpt() -> None:
-    assert plan(*GRAHAM, STRICT).makespan_ns == 9
-
-
-def test_greedy_counts_what_ranks_have_of_other_classes() -> None:
-    case = make_matrices([11, 9, 12]), 3, linear_costs(21, 23, 1)
-    assert plan(*case, STRICT).makespan_ns == exact_makespan(*case)  # 2 more, each class dealt out as if it were alone
-
-
-def test_levelling_spreads_what_a_free_batch_lets_pile_up() -> None:
-    free = shape_costs(dict.fromkeys((1, 2, 4, 8, 16), 1000))
-    assert plan(make_matrices([16]), 4, free, STRICT).rank_matrices == (4, 4, 4, 4)
 
 
 # -- one digest from run to run ----------------------------------------------------------------------------------------

@@ -1,17 +1,20 @@
-"""The benches of steps run end to end; their records can be printed again, and say where they come from."""
+"""Benches run end to end; their records can be printed again, say where they come from, and are what pages say."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from harness.commands import run_bench
+from harness.commands import ROOT, run_bench
+from harness.limits import PROGRAM_SECONDS
 
 MODULE = "exchange"
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "1"]
 BRIEF = ["--rounds", "1", "--warmup", "0", "--check", "1", "--costs", "flops", "--chunk-bytes", "16384"]
+ROW = re.compile(r"^\| ([A-Z\w][^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -59,3 +62,30 @@ def test_the_ablation_says_what_parts_save_on_several_ranks(tmp_path: Path) -> N
             assert row["step"] == pytest.approx(row["ideal"] + row["sent"] + row["rest"])
         saved = record["saved"][f"{world} ranks, exposed CPU"]
         assert saved["owners"]["times"] == pytest.approx(saved["sequential everywhere"]["ms"] / saved["owners"]["ms"])
+
+
+@pytest.mark.slow
+def test_all_ways_are_right_and_owners_send_what_the_article_says(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    sizes = ["--count", "3", "--side", "16", "--rows", "16", "--cols", "64", "--world", "2", "--rounds", "1"]
+    sizes += ["--warmup", "0", "--costs", "flops"]
+    said = run_bench("ways.py", *sizes, "--json", out)
+    for case, rows in json.loads(out.read_text())["cases"].items():
+        assert list(rows) == ["owner", "replicated", "full_replication", "sharded", "large sharded", "teams", "auto"]
+        for way, row in rows.items():
+            assert row["error"] < 1e-4 and f"{way} " in said, case
+        assert rows["owner"]["seed MB"] == 2 * rows["replicated"]["seed MB"]
+        assert rows["sharded"]["seed NS"] == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P59")
+def test_the_page_says_what_is_counted(tmp_path: Path) -> None:
+    out = tmp_path / "memory.json"
+    run_bench("memory.py", "--json", out, seconds=2 * PROGRAM_SECONDS)
+    counted = json.loads(out.read_text())["rows"]
+    section = (ROOT / "docs" / "how-to" / "memory.md").read_text().split("## How much")[0]
+    said = {name: [float(n) for n in numbers] for name, *numbers in ROW.findall(section)}
+    assert said.keys() == counted.keys()
+    for name, numbers in said.items():  # what is under way at once varies a little
+        assert numbers == pytest.approx(list(counted[name].values()), abs=0.5), name

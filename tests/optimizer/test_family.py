@@ -21,7 +21,7 @@ from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.paper import Paper
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import DECAY, LR, OPTIONS, batch, build
+from harness.toy import CPU, DECAY, LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,20 +115,15 @@ def test_matrices_that_teams_orthogonalize(rank: int, world: int, member: str) -
     weights.check(optimizer)
 
 
-@pytest.mark.parametrize(("layout", "member"), cases(["3"], ["tp"], ["ddp", "hsdp"]))
-def test_tensors_of_any_matrices_that_dmuon_owns(ranks: RankPool, layout: str, member: str) -> None:
-    ranks({"hsdp": 4, "3": 3}.get(layout, 2), owned, layout, member)
-
-
-def owned(rank: int, world: int, layout: str, member: str) -> None:
-    names = {"ddp": ("replicate",), "tp": ("dp", "tp")}.get(layout)
-    mesh = init_device_mesh("cpu", {"hsdp": (2, 2), "tp": (1, 2)}.get(layout, (world,)), mesh_dim_names=names)
-    model = FusedModel()
+@pytest.mark.parametrize(("layout", "member"), cases(["1d-3-two-lines"], ["tp"], ["ddp-2", "hsdp-two-lines"]))
+@on_ranks("layout")
+def test_tensors_of_any_matrices_that_dmuon_owns(rank: int, world: int, layout: str, member: str) -> None:
+    mesh, model = LAYOUTS[layout].mesh(CPU), FusedModel()
     if layout == "tp":
         split_params(model, mesh["tp"])
         mesh = mesh["dp"]
     dmuon.dedicate_params(model, mesh, select=by_spec(), costs="flops")
-    optimizer = dmuon.Muon(model, overlap_backward=layout in ("3", "hsdp"), **OPTIONS, **MEMBERS[member])
+    optimizer = dmuon.Muon(model, overlap_backward="shard" in (mesh.mesh_dim_names or ()), **OPTIONS, **MEMBERS[member])
     part = 0 if layout == "tp" else rank
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -139,17 +134,19 @@ def owned(rank: int, world: int, layout: str, member: str) -> None:
     assert_equal_weights({name: found[name] for name in expected}, expected, NEAR.get(member, 1e-5))
 
 
-@pytest.mark.parametrize(("layout", "member"), cases(["fsdp2-3"], ["ddp"], ["tp-alone", "1d-3", "fsdp2-tp", "cp-mesh"]))
-def test_models_as_users_lay_them_out(ranks: RankPool, layout: str, member: str) -> None:
-    ranks(LAYOUTS[layout].world, laid_out, layout, member)
+MULTIPLIERS = {"*.up.weight": 0.5, "blocks.0.*": 2.0, "embed.*": 3.0, "*.bias": 0.25}
+LAID_OUT = cases(["fsdp2-3"], ["ddp"], ["tp-alone", "1d-3", "fsdp2-tp", "cp-mesh"])
 
 
-def laid_out(rank: int, world: int, layout: str, member: str, multipliers: dict[str, float] | None = None) -> None:
-    laid = lay(layout, build())
-    optimizer = laid.optimizer(**MEMBERS.get(member, {}), lr_multipliers=multipliers)
+@pytest.mark.parametrize(("layout", "member"), [*LAID_OUT, *((n, "multiplied") for n in ("fsdp2-2", "1d", "ddp"))])
+@on_ranks("layout")
+def test_models_as_users_lay_them_out(rank: int, world: int, layout: str, member: str) -> None:
+    """Those of no member have learning rates that are multiplied by patterns of names."""
+    laid, multipliers = lay(layout, build()), {} if member in MEMBERS else MULTIPLIERS
+    optimizer = laid.optimizer(**MEMBERS.get(member, {}), lr_multipliers=multipliers or None)
     laid.train(optimizer, range(STEPS))
     weights = full_state(laid.network)
-    assert_equal_weights(weights, trained(build(), member, multipliers or {}), NEAR.get(member, 1e-5))
+    assert_equal_weights(weights, trained(build(), member, multipliers), NEAR.get(member, 1e-5))
     assert_same_over_ranks(weights)
 
 
@@ -225,13 +222,6 @@ def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
 
 # -- learning rates ------------------------------------------------------------------------------------------------
 
-MULTIPLIERS = {"*.up.weight": 0.5, "blocks.0.*": 2.0, "embed.*": 3.0, "*.bias": 0.25}
-
-
-@pytest.mark.parametrize("layout", ["fsdp2-2", "1d", "ddp"])
-def test_learning_rates_are_multiplied_by_patterns_of_names(ranks: RankPool, layout: str) -> None:
-    ranks(2, laid_out, layout, "none", MULTIPLIERS)
-
 
 def test_multipliers_stay_where_schedulers_and_checkpoints_change_rates() -> None:
     optimizer = dmuon.Muon(build(), **OPTIONS, lr_multipliers=MULTIPLIERS)
@@ -305,10 +295,18 @@ WRONG = [
 
 @pytest.mark.parametrize(("function", "kind", "says"), WRONG)
 @pytest.mark.parametrize("layout", ["1d-1", "fsdp2-2", "1d"])
+@on_ranks("layout")
 def test_a_function_that_returns_something_else_changes_nothing(
-    ranks: RankPool, layout: str, function: Any, kind: type[Exception], says: str
+    rank: int, world: int, layout: str, function: Any, kind: type[Exception], says: str
 ) -> None:
-    ranks(LAYOUTS[layout].world, refuses, layout, function, kind, says)
+    """On all ranks that share matrices: those that own none of a shape hear of it."""
+    laid = lay(layout, build())
+    optimizer = laid.optimizer(orthogonalize=function, overlap_backward=True)  # which must not call it before
+    laid.backward(0)
+    before = full_state(laid.network)
+    with pytest.raises((kind, RuntimeError), match=f"{says}|cannot take this step"):
+        optimizer.step()
+    assert_equal_weights(full_state(laid.network), before, 0.0)
 
 
 def failing_on_one_rank(x: Tensor) -> Tensor:
@@ -322,17 +320,6 @@ def test_a_function_that_fails_on_one_of_several_ranks_changes_nothing(rank: int
     laid.backward(0)
     before = full_state(laid.network)
     with pytest.raises((ArithmeticError, RuntimeError), match=r"no convergence|rank 1, .* cannot take this step"):
-        optimizer.step()
-    assert_equal_weights(full_state(laid.network), before, 0.0)
-
-
-def refuses(rank: int, world: int, layout: str, function: Any, kind: type[Exception], says: str) -> None:
-    """On all ranks that share matrices: those that own none of a shape hear of it."""
-    laid = lay(layout, build())
-    optimizer = laid.optimizer(orthogonalize=function, overlap_backward=True)  # which must not call it before
-    laid.backward(0)
-    before = full_state(laid.network)
-    with pytest.raises((kind, RuntimeError), match=f"{says}|cannot take this step"):
         optimizer.step()
     assert_equal_weights(full_state(laid.network), before, 0.0)
 

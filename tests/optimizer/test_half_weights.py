@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,8 @@ SLOW = ("fsdp2-3", "fsdp2-hsdp", "fsdp2-tp", "hsdp", "tp-fsdp")
 
 
 @pytest.mark.parametrize("layout", [*PLACES, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
-def test_masters_of_models_as_users_lay_them_out(ranks: RankPool, layout: str) -> None:
-    ranks(1 if layout == "single" else LAYOUTS[layout].world, laid_out, layout)
-
-
-def laid_out(rank: int, world: int, layout: str) -> None:
+@on_ranks("layout")
+def test_masters_of_models_as_users_lay_them_out(rank: int, world: int, layout: str) -> None:
     """Of a dedicated model the matrices have none in the state, and no gradients here."""
     model = build().to(HALF)
     laid = None if layout == "single" else lay(layout, model)
@@ -168,12 +166,9 @@ def laid_out(rank: int, world: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp2-2", "1d"])
-def test_backward_in_half_precision_trains_by_masters(ranks: RankPool, layout: str) -> None:
+@on_ranks("layout")
+def test_backward_in_half_precision_trains_by_masters(rank: int, world: int, layout: str) -> None:
     """A rate at which no weight in bf16 would move by the nearest."""
-    ranks(2, trains_slowly, layout)
-
-
-def trains_slowly(rank: int, world: int, layout: str) -> None:
     moved = {}
     for masters in (True, False):
         laid = lay(layout, build().to(HALF))
@@ -225,24 +220,21 @@ def goes_on(rank: int, world: int, path: str, name: str) -> None:
         assert torch.equal(whole(param), master.to(HALF))
 
 
-@pytest.mark.parametrize("options", [MASTERS, ROUNDED], ids=["masters", "rounded"])
-@pytest.mark.parametrize("layout", ["single", "fsdp2-2", "ddp", "1d"])
+@pytest.mark.parametrize(
+    ("layout", "options"),  # what dmuon owns has masters
+    [*product(("single", "fsdp2-2", "ddp"), (MASTERS, ROUNDED)), ("1d", MASTERS)],
+)
+@on_ranks("layout")
 def test_a_restart_goes_on_with_the_same_bits(
-    ranks: RankPool, tmp_path: Path, layout: str, options: dict[str, Any]
+    rank: int, world: int, layout: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    if (layout, options) == ("1d", ROUNDED):
-        return  # which is refused
-    ranks(1 if layout == "single" else 2, restarts, str(tmp_path), f"{layout}, bf16", options)
-
-
-def restarts(rank: int, world: int, path: str, name: str, options: dict[str, Any]) -> None:
-    run = checkpoints.start(name, member=options)
+    run = checkpoints.start(f"{layout}, bf16", member=options)
     run.train(range(checkpoints.SAVED))
-    checkpoints.save(run, path)
+    checkpoints.save(run, str(tmp_path))
     run.train(range(checkpoints.SAVED, checkpoints.TOTAL))
-    again = checkpoints.start(name, seed=50, member=options)
+    again = checkpoints.start(f"{layout}, bf16", seed=50, member=options)
     again.train(range(1))
-    checkpoints.load(again, path)
+    checkpoints.load(again, str(tmp_path))
     again.train(range(checkpoints.SAVED, checkpoints.TOTAL))
     for name, tensor in run.local_tensors().items():
         assert torch.equal(tensor, again.local_tensors()[name]), name
@@ -479,11 +471,8 @@ def test_what_is_no_number_stays_so() -> None:
 
 
 @pytest.mark.parametrize("layout", [*PLACES[1:5], *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW[:3])])
-def test_rounding_is_the_same_on_every_topology(ranks: RankPool, layout: str) -> None:
-    ranks(LAYOUTS[layout].world, rounds_alike, layout)
-
-
-def rounds_alike(rank: int, world: int, layout: str) -> None:
+@on_ranks("layout")
+def test_rounding_is_the_same_on_every_topology(rank: int, world: int, layout: str) -> None:
     """AdamW's part to the bit. Updates of matrices may differ by how many are multiplied at once."""
     weights = []
     for laid in (None, lay(layout, build().to(HALF))):

@@ -8,12 +8,11 @@ import weakref
 import pytest
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.checkpoints import SINGLE, start, world_of
+from harness.checkpoints import SINGLE, start
 from harness.dtensors import local_tensor
 from harness.network import full_state, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import is_matrix, reference_weights
-from harness.pool import RankPool
 from harness.toy import OPTIONS, build, train
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,11 +67,8 @@ def test_what_is_frozen_costs_no_state() -> None:
 
 @pytest.mark.pitfall("P31")
 @pytest.mark.parametrize("layout", [SINGLE, "ddp", "fsdp2-2", "1d"])
-def test_parameters_that_change_groups_begin_anew(ranks: RankPool, layout: str) -> None:
-    ranks(world_of(layout), move_between_groups, layout)
-
-
-def move_between_groups(rank: int, world: int, layout: str) -> None:
+@on_ranks("layout")
+def test_parameters_that_change_groups_begin_anew(rank: int, world: int, layout: str) -> None:
     """From Muon to AdamW and back; what dmuon owns is Muon's for ever, so there a head goes the other way and back."""
     run = start(layout)
     name = "head.weight" if layout == "1d" else "blocks.1.up.weight"

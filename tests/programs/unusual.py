@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
+from programs.left_behind import SEEN, TOWERS, UNSEEN, Towers, auxiliary_loss, model_of, towers_loss
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -500,6 +501,10 @@ def _small(case: small_models.Case, x: Callable[[int], Tensor]) -> Program:
     return Program(partial(steps, count=3), make=make, matrix=hidden.__contains__, loss=loss)
 
 
+def _matrix(name: str) -> bool:
+    return name.endswith("weight") and "norm" not in name
+
+
 PROGRAMS: dict[str, Program] = {
     "steps": Program(steps, frees=True),
     "ten steps": Program(partial(steps, count=10)),
@@ -528,6 +533,16 @@ PROGRAMS: dict[str, Program] = {
         f"{name}, {kind}": Program(partial(loop, kind=kind), alone=True, make=skipping)
         for name, loop in (("dropped and skipped", drop_then_skip), ("skipped last", skipped_last))
         for kind in ("none", "replica")
+    },
+    **{
+        f"auxiliary loss by {way}": Program(partial(steps, count=2), make=partial(model_of, way), loss=auxiliary_loss)
+        for way in (*SEEN, *UNSEEN)
+    },
+    **{
+        f"keys in a cache, {i}": Program(
+            partial(steps, count=2), make=partial(Towers, *way), matrix=_matrix, loss=towers_loss
+        )
+        for i, way in enumerate(TOWERS)
     },
     **{name: _small(case, small_models.batch) for name, case in small_models.CASES.items()},
     **{name: _small(case, small_convnets.images) for name, case in small_convnets.CONVNETS.items()},

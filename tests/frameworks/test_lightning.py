@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +61,6 @@ class Task(lightning.LightningModule):
 
     def configure_optimizers(self) -> dmuon.Muon:
         return dmuon.Muon(self, **OPTIONS)  # the model is one of its children
-
-
-@contextmanager
-def launched(rank: int) -> Iterator[Path]:
-    """Lightning finds its rank; a folder that all ranks see."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    names = [tempfile.mkdtemp(prefix="dmuon-lightning-") if rank == 0 else ""]
-    dist.broadcast_object_list(names, 0)
-    try:
-        yield Path(names[0])
-        dist.barrier()
-    finally:
-        del os.environ["LOCAL_RANK"]
-        if rank == 0:
-            shutil.rmtree(names[0], ignore_errors=True)
 
 
 def fit(kind: str, steps: int, world: int, full: bool = False, resume: Path | None = None) -> tuple[Any, Any]:
@@ -143,16 +124,18 @@ def weights_of(task: Any) -> dict[str, Tensor]:
     ],
 )
 @on_ranks(2, timeout=120.0)
-def test_training_equals_one_process_and_resumes_exactly(rank: int, world: int, kind: str, full: bool) -> None:
-    with launched(rank) as folder:
-        _, task = fit(kind, STEPS, world)
-        (optimizer,) = (o.optimizer for o in [task.optimizers()])
-        assert over_ranks(optimizer.last_step.ns_matrices) == MATRICES, "each has one owner"
-        weights = weights_of(task)
-        assert_equal_weights(weights, reference())
-        assert_same_over_ranks(weights)
+def test_training_equals_one_process_and_resumes_exactly(
+    rank: int, world: int, kind: str, full: bool, tmp_path: Path
+) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)  # where Lightning looks for it
+    _, task = fit(kind, STEPS, world)
+    (optimizer,) = (o.optimizer for o in [task.optimizers()])
+    assert over_ranks(optimizer.last_step.ns_matrices) == MATRICES, "each has one owner"
+    weights = weights_of(task)
+    assert_equal_weights(weights, reference())
+    assert_same_over_ranks(weights)
 
-        trainer, _ = fit(kind, HALF, world, full)
-        trainer.save_checkpoint(folder / "saved")
-        _, resumed = fit(kind, STEPS, world, full, folder / "saved")
-        assert_same_tensors(weights_of(resumed), weights)
+    trainer, _ = fit(kind, HALF, world, full)
+    trainer.save_checkpoint(tmp_path / "saved")
+    _, resumed = fit(kind, STEPS, world, full, tmp_path / "saved")
+    assert_same_tensors(weights_of(resumed), weights)

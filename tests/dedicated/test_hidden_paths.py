@@ -1,4 +1,4 @@
-"""What the hooks do by which weights are whole before a backward reads them; that it trains stands in tests/parity/."""
+"""Backward enters blocks where no output shows it: what the hooks do for that. That it trains: tests/parity/."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from harness.dtensors import local_tensor
 from harness.on_ranks import on_ranks
+from harness.topologies import lay
+from programs.left_behind import auxiliary_loss, model_of
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 
-pytestmark = pytest.mark.pitfall("P83")
+pytestmark = pytest.mark.pitfall("P66", "P83")
 
 WIDTH = 16
 
@@ -206,3 +210,49 @@ def test_blocks_get_tuples_as_they_are_and_may_lend_their_weights(rank: int, wor
         assert torch.equal(layer.lent, whole[0])
     if trains:
         result.sum().backward()
+
+
+# -- gradients that no output shows -----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_unseen_gradients_accumulate_and_wait_as_others_do(rank: int, world: int) -> None:
+    """Without synchronization first, then with it: the mean of both micro-batches, of all ranks."""
+    twin = model_of("tuple")
+    for step in range(2):
+        auxiliary_loss(twin, step).backward()
+    expected = {n: p.grad for n, p in twin.named_parameters() if n.endswith("gate.weight")}
+    model = model_of("board")
+    lay("ddp-2", model)
+    with dmuon.no_sync(model):
+        auxiliary_loss(model, 0, rank, world).backward()
+    auxiliary_loss(model, 1, rank, world).backward()
+    for matrix in dedications(model)[0].runtime.matrices():
+        if matrix.fqn in expected and matrix.rest.owner == rank:
+            found = local_tensor(matrix.rest.grad)
+            torch.testing.assert_close(found, expected[matrix.fqn], rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(1)
+def test_a_graph_of_older_weights_is_refused_though_no_output_shows_it(rank: int, world: int) -> None:
+    model = model_of("board")
+    laid = lay("1d-1-two-lines", model)
+    optimizer = laid.optimizer()
+    auxiliary_loss(model, 0).backward(retain_graph=True)
+    total = model.total
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"the weights of block 'blocks\.\d' changed between its forward and its b"):
+        total.backward()
+
+
+@on_ranks(2)
+def test_a_forward_that_raises_leaves_no_weights_behind(rank: int, world: int) -> None:
+    """Nothing comes out of it either, but no backward will enter it."""
+    model = model_of("attribute")
+    lay("1d-two-lines", model)
+    block = dedications(model)[0].runtime.blocks[0]
+    handle = model.blocks[0].down.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        auxiliary_loss(model, 0, rank, world)
+    handle.remove()
+    assert sum(storage.nbytes() for storage in block.buffer.storages) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
+from harness.heard import heard
 from harness.network import full_state, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
@@ -150,6 +152,27 @@ def test_what_graphs_of_owned_weights_cannot_do_is_refused(rank: int, world: int
     computed = {"blocks.0.up.weight": model.get_parameter("blocks.0.up.weight") * 2}
     with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.weight' was replaced in its module after dedicate_params"):
         functional_call(model, computed, (batch(0)[0],))
+
+
+def warnings_of(groups: Callable[[nn.Module], Any]) -> list[str]:
+    model = build()
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (1,)), costs="flops")
+    optimizer = dmuon.Muon(groups(model), **OPTIONS)
+    with heard() as messages:
+        for step in range(2):
+            loss_of(model, *batch(step)).backward()
+            optimizer.step()
+    return [m for m in messages if "no group" in m]
+
+
+@on_ranks(1)
+def test_groups_that_leave_parameters_out_say_so_once(rank: int, world: int) -> None:
+    assert warnings_of(lambda model: model) == []
+    assert warnings_of(dmuon.param_groups) == []
+    (told,) = warnings_of(lambda model: [p for p in dmuon.owned_parameters(model) if p.fqn != "blocks.0.mix.weight"])
+    assert "'blocks.0.mix.weight'" in told and "'embed.weight'" in told
+    (told,) = warnings_of(lambda model: dmuon.param_groups(model)[:1])
+    assert "blocks" not in told and "'embed.weight'" in told and "'head.weight'" in told
 
 
 # -- without a process group -------------------------------------------------------------------------------------------

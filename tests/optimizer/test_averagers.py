@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
+from harness.assertions import about, assert_equal_weights
 from harness.dtensors import local_tensor
 from harness.heard import heard
 from harness.network import Network, full_state, loss_of, shard, shard_blocks
@@ -153,11 +153,14 @@ def backward(program: nn.Module, optimizer: dmuon.Muon, rank: int, world: int) -
     loss_of(program, *shard(batch(0), rank, world)).backward()
 
 
-@pytest.mark.parametrize(("way", "expected"), WAYS, ids=lambda one: getattr(one, "__name__", ""))
 @on_ranks(2)
-def test_each_parameter_has_one_known_averager_or_the_user_is_told(
-    rank: int, world: int, way: Callable[[Network, int], Built], expected: str | None
-) -> None:
+def test_each_parameter_has_one_known_averager_or_the_user_is_told(rank: int, world: int) -> None:
+    for way, expected in WAYS:
+        with about(way.__name__):
+            check(rank, world, way, expected)
+
+
+def check(rank: int, world: int, way: Callable[[Network, int], Built], expected: str | None) -> None:
     model = build()
     with heard() as told:
         program, optimizer = way(model, world)
@@ -226,12 +229,13 @@ def round_off(param: nn.Parameter) -> None:
     local(param).mul_(1 + 1e-5)
 
 
-@pytest.mark.parametrize("way", [ddp, hsdp], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", ["blocks.1.up.weight", "norm.bias"])
 @on_ranks(2)
-def test_copies_that_differ_are_named_on_all_ranks_before_anything_changes(
-    rank: int, world: int, way: Callable[[Network, int], Built], name: str
-) -> None:
+def test_copies_that_differ_are_named_on_all_ranks_before_anything_changes(rank: int, world: int) -> None:
+    for way, name in ((ddp, "blocks.1.up.weight"), (hsdp, "norm.bias")):
+        check_copies(rank, world, way, name)
+
+
+def check_copies(rank: int, world: int, way: Callable[[Network, int], Built], name: str) -> None:
     model = build()
     program, optimizer = way(model, world)
     param = model.get_parameter(name)

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from pathlib import Path
 from types import ModuleType
 
-import pytest
+from harness.commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    return importlib.import_module("figures")
+MODULE = "figures"
 
 
-def test_no_figure_is_stale(figures: ModuleType) -> None:
-    wrong = figures.stale()
+def test_no_figure_is_stale(bench: ModuleType) -> None:
+    wrong = bench.stale()
     assert not wrong, "\n".join([*wrong, "python bench/figures.py --write writes figures of records into pages"])
 
 
-def test_a_figure_that_differs_is_found_and_written_in_its_place(figures: ModuleType) -> None:
-    records = figures.Records(run={"ms": {"ours": 1234.5, "error": 2e-6}, "p": -0.25})
+def test_a_figure_that_differs_is_found_and_written_in_its_place(bench: ModuleType) -> None:
+    records = bench.Records(run={"ms": {"ours": 1234.5, "error": 2e-6}, "p": -0.25})
     template = "| ours | {run[ms][ours]:.2f/1000} | {run[ms][error]:.0e} | {run[p]:+.2f} |"
     page = "before\n| ours | 9 | 1 |\n| ours | 1.11 | 3e-5 | +1.00 |\nbehind"
-    assert figures.update(page, template, records) == "before\n| ours | 9 | 1 |\n| ours | 1.23 | 2e-6 | −0.25 |\nbehind"
-    assert figures.update("| theirs | 1 | 2 | 3 |", template, records) is None
-    assert figures.update("| ours |\n1.11 | 3e-5 | 0 |", template, records) == "| ours |\n1.23 | 2e-6 | −0.25 |"
+    assert bench.update(page, template, records) == "before\n| ours | 9 | 1 |\n| ours | 1.23 | 2e-6 | −0.25 |\nbehind"
+    assert bench.update("| theirs | 1 | 2 | 3 |", template, records) is None
+    assert bench.update("| ours |\n1.11 | 3e-5 | 0 |", template, records) == "| ours |\n1.23 | 2e-6 | −0.25 |"
 
 
-def test_make_bench_takes_every_record_that_pages_show(figures: ModuleType) -> None:
+def test_make_bench_takes_every_record_that_pages_show(bench: ModuleType) -> None:
     taken = set(re.findall(r"RECORD,.*,([\w-]+)\)", (ROOT / "Makefile").read_text()))
-    used = {name for _, template in figures.templates() for name in re.findall(r"\{([\w-]+)\[", template)}
+    used = {name for _, template in bench.templates() for name in re.findall(r"\{([\w-]+)\[", template)}
     assert used - taken <= {"train-10m-cpu"}, "which takes an hour"

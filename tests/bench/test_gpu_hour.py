@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,17 +11,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from harness.commands import run_bench
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODULE = "gpu_hour"
 COUNT = "from pathlib import Path; path = Path('{}'); path.open('a').write('x'); "
 KILL = "import os, signal, time; len(path.read_text()) > 1 or os.kill(os.getppid(), signal.SIGTERM) or time.sleep(60)"
 
 
 @pytest.fixture
-def hour(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCH))
+def hour(bench: ModuleType) -> Iterator[ModuleType]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield importlib.import_module("gpu_hour")
+    yield bench
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -88,12 +85,10 @@ def test_results_of_another_commit_are_not_mixed(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_runs_without_a_gpu_and_says_what_was_predicted(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, str(BENCH / "gpu_hour.py"), "--dry", "--out", str(tmp_path / "hour")]
+def test_it_runs_without_a_gpu_and_says_what_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for limit in (800, 60):  # the second time nothing is left to do
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-        assert done.returncode == 0, done.stderr + done.stdout
+        run_bench("gpu_hour.py", "--dry", "--out", tmp_path / "hour", seconds=limit)
     found = written(tmp_path / "hour")
     assert found["dry"] and [*found["parts"]] == ["checks", "kernels", "costs", "steps 1", "steps 2"]
     rows = {row["what"]: row for row in found["verdict"]}

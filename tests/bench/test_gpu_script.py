@@ -1,39 +1,33 @@
-"""The GPU script: what it saves when something fails, its order and its limits, and that it runs uninstalled."""
+"""The GPU script: it runs without a GPU, interpreted and uninstalled, and saves what it has when something fails."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from harness.commands import ROOT, run_bench
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCH = ROOT / "bench"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("gpu_kernels")
+MODULE = "gpu_kernels"
 
 
-def settings(script: ModuleType) -> Any:
-    return script.Settings(torch.device("cpu"), 128, 60.0, 2, Path())
+def settings(bench: ModuleType) -> Any:
+    return bench.Settings(torch.device("cpu"), 128, 60.0, 2, Path())
 
 
 # -- what fails -------------------------------------------------------------------------------------------------------
 
 
 def test_what_fails_is_a_row_and_the_rest_goes_on(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> None:
         raise RuntimeError("ptxas died")
@@ -41,68 +35,111 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(
     def large() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    journal = script.Journal(tmp_path / "found.json", {})
+    journal = bench.Journal(tmp_path / "found.json", {})
     programs = {"peer": broken, "large": large, "works": lambda: torch.ones(8).sum()}
-    times = settings(script).medians(programs, journal, "product", others=["peer"])
+    times = settings(bench).medians(programs, journal, "product", others=["peer"])
     assert times.keys() == {"works"} and not journal.wrong
     assert [(row["what"], row["ours"]) for row in journal.document["faults"]] == [
         ("product: peer", False),
         ("product: large", False),
     ]
     assert "FAILED product: peer: RuntimeError: ptxas died" in capsys.readouterr().out
-    assert settings(script).medians({"broken": broken}, journal, "product") == {}
+    assert settings(bench).medians({"broken": broken}, journal, "product") == {}
     assert journal.wrong and json.loads((tmp_path / "found.json").read_text()) == journal.document
 
 
-def test_after_an_illegal_access_nothing_more_is_tried(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_illegal_access_nothing_more_is_tried(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    journal = script.Journal(None, {})
-    with pytest.raises(script.DeviceLost, match="product: an illegal memory access"), journal.guarded("product"):
+    journal = bench.Journal(None, {})
+    with pytest.raises(bench.DeviceLost, match="product: an illegal memory access"), journal.guarded("product"):
         raise ValueError
     assert [row["what"] for row in journal.document["faults"]] == ["product"]
 
 
-# -- how it starts ----------------------------------------------------------------------------------------------------
+# -- how it runs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of the repository that a GPU machine gets, and nothing installed."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in ("bench", "dmuon", "kernels", "solver", "profiles", "tests/kernels"):
-        shutil.copytree(
-            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results", "*.egg-info")
-        )
-    return folder
+MODELS = ("qwen2.5-7b", "llama-3-8b", "pi0", "gpt2-1.5b")
 
 
-def bare(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python with torch, Triton and NumPy, but without dmuon, PuLP and tqdm."""
-    blocked = checkout / "blocked"
-    blocked.mkdir(exist_ok=True)
-    for name in ("pulp", "tqdm"):
-        (blocked / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)\n")
-    packages = Path(torch.__file__).parents[1]
-    environment = {"PATH": os.environ["PATH"], "HOME": str(checkout), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(blocked), str(packages)])
-    command = [sys.executable, "-S", *arguments]  # without what site-packages' .pth files add
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, cwd=checkout)
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    }
+    for name in MODELS:
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.fixture
+def gpu_kernels(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """On a machine without a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads = torch.get_num_threads()
+    yield bench
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
-def test_it_runs_from_a_checkout_that_is_not_installed(checkout: Path) -> None:
-    models = checkout / "models"
-    models.mkdir(exist_ok=True)
+def test_the_gpu_script_runs_its_kernels_in_the_interpreter(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "found.json"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run_bench("gpu_kernels.py", "--dry", "--models", models, "--json", path, "--seconds", 3, seconds=600)
+    found = json.loads(path.read_text())
+    assert found["dry"] and found["products"] and not found["faults"]
+
+
+def test_the_gpu_script_runs_end_to_end_without_a_gpu(gpu_kernels: ModuleType, models: Path, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    assert gpu_kernels.main(["--dry", "--models", str(models), "--json", str(path), "--seconds", "60"]) == 0
+    found = json.loads(path.read_text())
+    assert found["dry"] and not found["faults"]
+    assert [row["model"] for row in found["models"]] == list(MODELS)
+    for row in found["models"]:
+        assert {"dmuon", "cuBLAS standard", "cuBLAS gram", "torch.optim.Muon"} <= row["ms"].keys()
+    assert found["shapes"] and all(max(row["errors"].values()) < 2e-2 for row in found["shapes"])
+
+
+def test_without_a_gpu_the_gpu_script_wants_to_be_told_that_it_is_dry(
+    gpu_kernels: ModuleType, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_kernels.main(["--models", str(models)])
+    assert ended.value.code == 2 and "--dry runs the script without one" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_runs_from_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
+    """With the files that a GPU machine gets, on Python with torch, Triton and NumPy, but without PuLP and tqdm."""
+    unwanted = shutil.ignore_patterns("__pycache__", "results", "*.egg-info")
+    for name in ("bench", "dmuon", "kernels", "solver", "profiles", "tests/kernels"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=unwanted)
+    models, blocked = tmp_path / "models", tmp_path / "blocked"
+    models.mkdir()
     config = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 1, "n_head": 16, "vocab_size": 50257}
-    for name in ("llama-3-8b", "qwen2.5-7b", "gpt2-1.5b", "pi0"):
+    for name in MODELS:
         (models / f"{name}.json").write_text(json.dumps(config))
-    done = bare(
-        checkout, "bench/gpu_kernels.py", "--dry", "--models", "models", "--json", "out/found.json", "--seconds", "2"
-    )
+    blocked.mkdir()
+    for name in ("pulp", "tqdm"):
+        (blocked / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)\n")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(blocked), str(Path(torch.__file__).parents[1])])
+    command = [sys.executable, "-S"]  # without what site-packages' .pth files add
+    command += ["bench/gpu_kernels.py", "--dry", "--models", "models", "--json", "out/found.json", "--seconds", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, cwd=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
-    found = json.loads((checkout / "out" / "found.json").read_text())
+    found = json.loads((tmp_path / "out" / "found.json").read_text())
     assert found["models"] and not found["faults"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,19 +10,13 @@ import torch
 
 from dmuon.kernels import coefficient_sequence, iterate, orthogonalize
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODULE = "numerics"
 STEPS = coefficient_sequence("polar_express", 5)
-
-
-@pytest.fixture
-def numerics(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("numerics")
 
 
 @pytest.mark.pitfall("P61")
 def test_every_form_of_the_library_is_the_librarys_iteration(
-    numerics: ModuleType, monkeypatch: pytest.MonkeyPatch
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results: list[Any] = []
 
@@ -32,9 +24,9 @@ def test_every_form_of_the_library_is_the_librarys_iteration(
         results.append(iterate(*arguments))
         return results[-1]
 
-    monkeypatch.setattr(numerics, "iterate", recorded)
+    monkeypatch.setattr(bench, "iterate", recorded)
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    forms = list(numerics.library_forms())
+    forms = list(bench.library_forms())
     for count, form in enumerate(forms, 1):
         assert form.run(x / x.norm(), STEPS) is results[-1] and len(results) == count, form.name
     assert len(forms) > 10
@@ -43,10 +35,10 @@ def test_every_form_of_the_library_is_the_librarys_iteration(
 @pytest.mark.pitfall("P61")
 @pytest.mark.parametrize(("dtype", "restarts"), [(torch.float32, None), (torch.float16, (2,))])
 def test_what_the_bench_judges_is_what_users_get(
-    numerics: ModuleType, dtype: torch.dtype, restarts: tuple[int, ...] | None
+    bench: ModuleType, dtype: torch.dtype, restarts: tuple[int, ...] | None
 ) -> None:
     x = torch.randn(2, 32, 160, generator=torch.Generator().manual_seed(0))
-    form = numerics.Form("", dtype, restarts, (0, 0), halves=False)
+    form = bench.Form("", dtype, restarts, (0, 0), halves=False)
     found = form.run(x / torch.linalg.matrix_norm(x)[:, None, None], STEPS)
     method = "standard" if restarts is None else "gram"
     ours = orthogonalize(x, coefficients="polar_express", dtype=dtype, backend="torch", method=method)

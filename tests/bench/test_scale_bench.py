@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from harness.limits import PROGRAM_SECONDS
+from harness.commands import run_bench
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODULE = "scale"
 RANKS, MATRICES = (8, 512), 64
 # Exponents of calls of functions, with ranks. Some lists of all ranks are made once for all matrices that lie alike, or
 # in the first step, in which it is worked out what travels between them.
@@ -28,20 +25,12 @@ MOST_OF_ONE_MORE = {  # calls of functions for each further matrix, torch's own 
 MOST_OF_EXPERTS = {"load optimizer": 0.6}  # digests of all ranks, beside little else
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("scale")
-
-
 @pytest.mark.slow
 @pytest.mark.pitfall("P79")
 def test_calls_of_one_rank_hardly_grow_with_ranks(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     sizes = ["--ranks", ",".join(map(str, RANKS)), "--matrices", str(MATRICES)]
-    command = [sys.executable, str(BENCH / "scale.py"), *sizes, "--counts", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert done.returncode == 0, done.stderr
+    run_bench("scale.py", *sizes, "--counts", "--json", out)
     rows = {(row["residency"], row["phase"], row["ranks"]): row for row in json.loads(out.read_text())["rows"]}
     for residency, phase in {key[:2] for key in rows}:
         few, many = (rows[residency, phase, ranks] for ranks in RANKS)

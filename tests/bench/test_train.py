@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -16,11 +15,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from harness.commands import BENCH
 from harness.limits import ENDING_SECONDS, PROGRAM_SECONDS
 
 from dmuon import OwnerPlan
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "train.py"
+SCRIPT = BENCH / "train.py"
+MODULE = "train"
 ROWS = {
     "adamw": "FSDP2 + AdamW",
     "gather": "FSDP2 + Muon, gathered everywhere",
@@ -28,13 +29,6 @@ ROWS = {
     "dedicated": "dmuon.dedicate_params + dmuon.Muon",
 }
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "16", "--device", "cpu"]
-
-
-@pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The program as a module."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module("train")
 
 
 _started: list[subprocess.Popen[str]] = []
@@ -154,11 +148,11 @@ def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
     assert 1.0 <= _records(uninterrupted, "result", "dedicated")[0]["balance"] < 2.0
 
 
-def test_how_soon_a_run_comes_down_to_a_loss(train: ModuleType) -> None:
+def test_how_soon_a_run_comes_down_to_a_loss(bench: ModuleType) -> None:
     evaluations = [
         {"step": step, "train_seconds": 2.0 * step, "val_loss": loss} for step, loss in ((0, 5.0), (10, 3.0), (20, 2.0))
     ]
-    run = train.report.Run("dmuon", 0, [], evaluations, None)
+    run = bench.report.Run("dmuon", 0, [], evaluations, None)
     assert run.reaches(2.5, "step") == 15.0 and run.reaches(2.5, "train_seconds") == 30.0
     assert run.reaches(2.0, "step") == 20.0 and run.reaches(1.9, "step") is None
 
@@ -180,10 +174,10 @@ def test_wrong_option_is_named_and_ends_with_code_2(
     options: list[str],
     option: str,
     capsys: pytest.CaptureFixture[str],
-    train: ModuleType,
+    bench: ModuleType,
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        train.main([*TINY, "--out", str(tmp_path / "run"), *options])
+        bench.main([*TINY, "--out", str(tmp_path / "run"), *options])
     assert caught.value.code == 2
     assert option in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
@@ -243,10 +237,10 @@ def test_resume_equals_the_uninterrupted_run(
 
 @pytest.mark.slow
 def test_resume_refuses_other_settings_by_name(
-    uninterrupted: Path, capsys: pytest.CaptureFixture[str], train: ModuleType
+    uninterrupted: Path, capsys: pytest.CaptureFixture[str], bench: ModuleType
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        train.main([*TINY, "--out", str(uninterrupted), "--steps", "7", "--resume"])
+        bench.main([*TINY, "--out", str(uninterrupted), "--steps", "7", "--resume"])
     assert caught.value.code == 2 and "--steps: 7" in capsys.readouterr().err
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from harness.assertions import raised_by
 from harness.commands import command
+from harness.network import shard_blocks
 from harness.on_ranks import on_ranks
 from harness.toy import build, train
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import dmuon
 
@@ -49,8 +49,7 @@ def test_a_cache_of_another_run_is_read_by_whoever_says_so(rank: int, world: int
         assert {name: group[name] for name in RUN} == RUN
     train(model, dmuon.Muon(model), range(1), rank, world)
     sharded = build()
-    for module in (*sharded.blocks, sharded):
-        fully_shard(module, mesh=mesh)
+    shard_blocks(sharded, mesh)
     config = dmuon.create_dtensor_config(costs=cache)
     refused = raised_by(lambda: dmuon.Muon(sharded, distributed_config=config))
     assert refused.matches(ValueError, "key field 'dtype' is 'bfloat16'"), refused

@@ -107,23 +107,11 @@ def test_llama_8b_within_brackets(plan: Callable[..., Any], world: int, replicat
     assert 1.0 < steps[GATHER] / steps[DEDICATED] < 5.0
 
 
-def test_figures_of_the_hardware_reach_the_prediction(plan: Callable[..., Any]) -> None:
-    few = LLAMA_8B | {"num_hidden_layers": 2}
-
-    def step(*figures: str) -> float:
-        return times(plan(few, "--world", 16, *setting(*figures)), DEDICATED)[0]
-
-    usual = step()
-    for slower in ("device_peak_flops=1e14", "inter_bandwidth=1e9", "inter_latency_s=1e-3", "device_launch_s=1e-3"):
-        assert step(slower) > usual, slower
-    assert step("inter_bandwidth=1e12", "gpus_per_node=16") < usual
-
-
-@pytest.mark.parametrize("value", ["0", "nan", "-8"])
 @pytest.mark.parametrize("figure", FIGURES)
-def test_an_impossible_figure_is_refused_by_its_name(plan: Callable[..., Any], figure: str, value: str) -> None:
-    done = plan(SMALL_LLAMA, "--world", 2, *setting(f"{figure}={value}"))
-    assert done.status == 2 and f"dmuon-plan: {figure}=" in done.err
+def test_an_impossible_figure_is_refused_by_its_name(plan: Callable[..., Any], figure: str) -> None:
+    for value in ("0", "nan", "-8"):
+        done = plan(SMALL_LLAMA, "--world", 2, *setting(f"{figure}={value}"))
+        assert done.status == 2 and f"dmuon-plan: {figure}=" in done.err
 
 
 @pytest.mark.parametrize(

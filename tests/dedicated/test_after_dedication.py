@@ -14,13 +14,12 @@ import torch.nn as nn
 from harness.assertions import about, assert_equal_weights, assert_same_tensors
 from harness.dedicated_toy import dedicate, dedicated, default_mesh
 from harness.heard import heard
-from harness.network import Network, full_state, loss_of
+from harness.network import Network, full_state, loss_of, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, WIDTH, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -83,10 +82,7 @@ def test_what_would_lie_or_hang_raises_on_the_rank_that_does_it(rank: int, world
 @on_ranks(2)
 def test_torch_fully_shard_works_with_ignored_params(rank: int, world: int) -> None:
     model = dedicated()
-    mesh = default_mesh()
-    for block in model.blocks:
-        torch_fully_shard(block, mesh=mesh, ignored_params=dmuon.owned_parameters(model))
-    torch_fully_shard(model, mesh=mesh, ignored_params=dmuon.owned_parameters(model))
+    shard_blocks(model, default_mesh(), ignored_params=dmuon.owned_parameters(model))
     assert_equal_weights(trained(model, rank, world), reference_weights(2))
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from harness.assertions import assert_same_tensors
-from harness.checkpoints import (
-    FROM_RANK_0,
-    FULL,
-    Run,
-    start,
-    world_of,
-)
+from harness.assertions import about, assert_same_tensors
+from harness.checkpoints import FROM_RANK_0, FULL, start
 from harness.network import full_state
 from harness.on_ranks import on_ranks
-from harness.pool import RankPool
 from harness.toy import batch, build
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,90 +22,59 @@ from torch.distributed.checkpoint.state_dict import (
 
 # -- refusals and partial loads ------------------------------------------------------------------------------------
 
-KEY, OTHER = "blocks.1.up.weight", "norm.weight"  # owned, and not
-
-
-def given_state(run: Run, fault: str, faulty: bool) -> dict[str, Any]:
-    """Even DTensors of the model itself, with one fault."""
-    state = dict(get_model_state_dict(run.model))
-    if faulty:
-        match fault:
-            case "missing":
-                del state[KEY]
-            case "missing, not owned":
-                del state[OTHER]
-            case "unexpected":
-                state["blocks.7.up.weight"] = torch.zeros(3)
-            case "shape":
-                state[KEY] = torch.zeros(2, 3)
-            case "shape, not owned":
-                state[OTHER] = torch.zeros(3)
-            case "kind":
-                state[KEY] = torch.zeros(run.model.get_parameter(KEY).shape)
-    return state
-
-
-NAMED = {
-    "missing": KEY, "missing, not owned": OTHER, "unexpected": "blocks.7.up.weight",
-    "shape": KEY, "shape, not owned": OTHER, "kind": KEY,
-}  # fmt: skip
-FAULTS_OF_RANK_0 = {"missing": RuntimeError, "unexpected": RuntimeError, "shape": ValueError}
-
-
-def load_with_faults(rank: int, world: int, name: str, faults: list[str]) -> dict[tuple[str, bool], str]:
-    """By fault and ``strict``, what the rank was told, or nothing."""
-    run = start(name)
-    told = {}
-    for fault in faults:
-        for strict in (True, False):
-            state = given_state(run, fault, rank == world - 1)
-            try:
-                run.model.load_state_dict(state, strict=strict)
-                told[fault, strict] = ""
-            except RuntimeError as error:
-                told[fault, strict] = str(error)
-    return told
-
-
-FAULTS_ON = {
-    "hsdp": list(NAMED), "tp": ["missing", "shape, not owned"], "tp-two-lines": list(NAMED), "ddp-2": list(NAMED),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def told(ranks: RankPool) -> Callable[[str], list[dict[tuple[str, bool], str]]]:
-    """What each rank of a topology was told of all its faults, in one call."""
-    return cache(lambda name: ranks(world_of(name), load_with_faults, name, FAULTS_ON[name], timeout=60.0))
+KEY, OTHER, NONE = "blocks.1.up.weight", "norm.weight", "blocks.7.up.weight"  # owned, not owned, of no module
+State = dict[str, Any]
+FAULTS: dict[str, tuple[str, Callable[[State], Any]]] = {  # what is told of, and what a fault makes of a state dict
+    "missing": (KEY, lambda state: state.pop(KEY)),
+    "missing, not owned": (OTHER, lambda state: state.pop(OTHER)),
+    "unexpected": (NONE, lambda state: state.update({NONE: torch.zeros(3)})),
+    "shape": (KEY, lambda state: state.update({KEY: torch.zeros(2, 3)})),
+    "shape, not owned": (OTHER, lambda state: state.update({OTHER: torch.zeros(3)})),
+    "kind": (KEY, lambda state: state.update({KEY: torch.zeros(state[KEY].shape)})),
+    "none": (KEY, lambda state: state.update({KEY: None})),
+}
+OF_DTENSORS = ["missing", "missing, not owned", "unexpected", "shape", "shape, not owned", "kind"]
+OF_PLAIN = ["missing", "shape", "none"]
 
 
 @pytest.mark.pitfall("P27", "P48")
 @pytest.mark.parametrize(
-    ("name", "fault"),
+    ("layout", "plain", "faults"),
     [
-        *((name, fault) for name in ("hsdp", "tp") for fault in FAULTS_ON[name]),
-        *(pytest.param(name, f, marks=pytest.mark.slow) for name in ("tp-two-lines", "ddp-2") for f in NAMED),
+        ("hsdp", False, OF_DTENSORS),
+        ("tp", False, ["missing", "shape, not owned"]),
+        ("1d-two-lines", True, OF_PLAIN),
+        *(pytest.param(name, False, OF_DTENSORS, marks=pytest.mark.slow) for name in ("tp-two-lines", "ddp-2")),
     ],
 )
-def test_fault_on_one_rank_raises_on_all(told: Callable[[str], Any], name: str, fault: str) -> None:
-    for of_rank in told(name):
-        assert NAMED[fault] in of_rank[fault, True]
-        assert (NAMED[fault] in of_rank[fault, False]) == (fault != "unexpected"), "ranks must not load different keys"
+@on_ranks("layout", timeout=60.0)
+def test_fault_on_one_rank_or_on_all_raises_on_all(
+    rank: int, world: int, layout: str, plain: bool, faults: list[str]
+) -> None:
+    """Of whole plain tensors, or of even DTensors of the model itself."""
+    model = start(layout).model
+    for fault, everywhere, strict in product(faults, (False, True), (True, False)):
+        state = dict(build(seed=1).state_dict() if plain else get_model_state_dict(model))
+        told, change = FAULTS[fault]
+        if everywhere or rank == world - 1:
+            change(state)
+        with about((fault, everywhere, strict)):
+            if fault == "unexpected" and not strict:
+                model.load_state_dict(state, strict=False)
+            elif not (everywhere and not strict):  # which may leave something out everywhere
+                with pytest.raises(RuntimeError, match=re.escape(told)):
+                    model.load_state_dict(state, strict=strict)
 
 
 @pytest.mark.pitfall("P27", "P48")
 @on_ranks(4, timeout=60.0)
 def test_fault_of_rank_0_raises_on_all(rank: int, world: int) -> None:
     run = start("hsdp")
-    for fault, kind in FAULTS_OF_RANK_0.items():
+    for fault, kind in {"missing": RuntimeError, "unexpected": RuntimeError, "shape": ValueError}.items():
         weights = build(seed=1).state_dict()
-        match fault:
-            case "missing":
-                del weights[KEY]
-            case "unexpected":
-                weights["blocks.7.up.weight"] = torch.zeros(3)
-            case "shape":
-                weights[KEY] = weights[KEY][:-1]
-        with pytest.raises(kind, match=NAMED[fault].replace(".", r"\.")):
+        told, change = FAULTS[fault]
+        change(weights)
+        with pytest.raises(kind, match=re.escape(told)):
             set_model_state_dict(run.model, weights if rank == 0 else {}, options=FROM_RANK_0)
 
 

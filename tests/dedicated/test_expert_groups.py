@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
 from harness.heard import heard
-from harness.network import full_state
+from harness.network import full_state, shard_blocks
 from harness.on_ranks import on_ranks
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -148,9 +148,7 @@ def laid(stored: str, rest: str, seed: int = 0) -> tuple[Model, dmuon.Muon, Devi
     if rest == "dedicated":
         dmuon.dedicate_params(model, everybody, costs="flops", exclude=["*.router"])
         return model, dmuon.Muon(model, **OPTIONS), mesh["ep"]
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=everybody)
-    dmuon.fully_shard(model, mesh=everybody)
+    shard_blocks(model, everybody, dmuon.fully_shard)
     names = dict(model.named_parameters())
     muon = [p for name, p in names.items() if name.endswith((".mix.weight", ".up", ".down"))]
     others = [p for p in names.values() if not any(p is one for one in muon)]
@@ -272,9 +270,7 @@ def test_lists_in_another_order_are_told_before_training(rank: int, world: int) 
 def test_lists_in_another_order_under_fsdp2_are_told_before_the_first_step(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = in_another_order(rank, mesh)
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh)
-    dmuon.fully_shard(model, mesh=mesh)
+    shard_blocks(model, mesh, dmuon.fully_shard)
     tokens, targets = batch(0, rank, world)
     loss = F.cross_entropy(model(tokens), targets)
     with pytest.raises(dmuon.CollectiveError, match=r"issued different collectives: .fill of block .* on rank 1 where"):
@@ -290,10 +286,7 @@ def test_fsdp2_leaves_out_lists_over_all_ranks_too(rank: int, world: int) -> Non
     dmuon.dedicate_params(
         [block.experts for block in model.blocks], grid["ep_shard"], costs="flops", exclude=["*.bias"]
     )
-    mesh = init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh)
-    dmuon.fully_shard(model, mesh=mesh)
+    shard_blocks(model, init_device_mesh("cpu", (2,)), dmuon.fully_shard)
     assert [block.experts.bias is bias for block, bias in zip(model.blocks, biases, strict=True)] == [True] * LAYERS
     tokens, targets = batch(0, rank, world)
     F.cross_entropy(model(tokens), targets).backward()

@@ -128,9 +128,7 @@ def check_survivors(ended: dict[int, Ended], victim: int, act: str) -> None:
 def test_the_others_end_with_a_message(layout: str, where: str, act: str, victim: int) -> None:
     limit = (TIMEOUT if act == "stopped" else 0) + SLACK + 15.0
     victims = () if act == "raising" else (victim,)
-    ended = run_ranks(
-        LAYOUTS[layout].world, train, layout, where, act, victim, limit=limit, timeout=60, victims=victims
-    )
+    ended = run_ranks(LAYOUTS[layout].world, train, layout, where, act, victim, limit=limit, victims=victims)
     check_survivors(ended, victim, act)
     times = [end.seconds for rank, end in ended.items() if rank != victim]
     assert max(times) - min(times) < TIMEOUT + SLACK
@@ -142,9 +140,7 @@ def test_the_others_end_with_a_message(layout: str, where: str, act: str, victim
 @pytest.mark.pitfall("P49")
 @pytest.mark.parametrize("act", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_the_others_end_when_the_host_of_the_store_is_gone(act: str) -> None:
-    ended = run_ranks(
-        3, train, "1d-3-two-lines", "forward", act, 0, limit=60, timeout=60, victims=(0,), rank_0_hosts_store=True
-    )
+    ended = run_ranks(3, train, "1d-3-two-lines", "forward", act, 0, limit=60, victims=(0,), rank_0_hosts_store=True)
     check_survivors(ended, 0, act)
 
 
@@ -208,7 +204,7 @@ ORDERS = [
 @pytest.mark.pitfall("P25", "P48", "P49")
 @pytest.mark.parametrize(("layout", "keep", "what", "transport"), ORDERS)
 def test_ranks_out_of_step_end_with_a_name(layout: str, keep: bool, what: str, transport: str) -> None:
-    ended = run_ranks(2, out_of_step, layout, keep, what, transport, limit=60, timeout=60)
+    ended = run_ranks(2, out_of_step, layout, keep, what, transport, limit=60)
     everything = "\n".join(f"--- rank {r}\n{end.text}" for r, end in ended.items())
     aborted = [rank for rank, end in ended.items() if end.code == -signal.SIGABRT]
     for rank, end in ended.items():
@@ -413,20 +409,14 @@ def processes_that_mention(word: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.pitfall("P23", "P49")
-@pytest.mark.parametrize(
-    ("faults", "starts"),
-    [
-        pytest.param(["0:2:step", "1:3:collect", "2:4:write"], [0, 2, 2, 3], marks=pytest.mark.slow),
-    ],
-)
 @pytest.mark.timeout(240)
-def test_a_restarted_run_goes_on_from_the_last_whole_checkpoint(
-    tmp_path: Path, faults: list[str], starts: list[int]
-) -> None:
+def test_a_restarted_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    faults = ["0:2:step", "1:3:collect", "2:4:write"]
     torchrun(tmp_path / "whole", "5", restarts=0, limit=100)
     text = torchrun(tmp_path / "killed", "5", *faults, restarts=len(faults), limit=130)
-    assert [int(s) for s in re.findall(r"rank 0 starts at step (\d)", text)] == starts, text
+    assert [int(s) for s in re.findall(r"rank 0 starts at step (\d)", text)] == [0, 2, 2, 3], text
     assert text.count("is killed at step") == len(faults), text
     found, expected = (torch.load(tmp_path / name / "weights.pt") for name in ("killed", "whole"))
     assert found.keys() == expected.keys()

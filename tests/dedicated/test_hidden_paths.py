@@ -1,217 +1,31 @@
-"""Backward may enter a block by a tensor that no output shows: its weights are whole before they are read."""
+"""Backward enters blocks where no output shows it: what the hooks do for that. That it trains: tests/parity/."""
 
 from __future__ import annotations
 
 import contextlib
-import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
-from harness.assertions import about, assert_equal_weights
+from harness.dtensors import local_tensor
 from harness.on_ranks import on_ranks
+from harness.topologies import lay
+from programs.left_behind import auxiliary_loss, model_of
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 
-pytestmark = pytest.mark.pitfall("P83")
+pytestmark = pytest.mark.pitfall("P66", "P83")
 
 WIDTH = 16
-
-
-def pass_through() -> Any:
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-class Stash(torch.autograd.Function):
-    """Keeps what backward needs on the context, where no hook on saved tensors sees it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x, ctx.weight = x, weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad @ ctx.weight, grad.t() @ ctx.x
-
-
-class Layer(nn.Module):
-    """Multiplies by its weight, each way of which saves something else: a view, the parameter, a product of it."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
-        nn.init.xavier_uniform_(self.weight)
-        self.register_buffer("mask", torch.linspace(0.5, 1.5, WIDTH * WIDTH).view(WIDTH, WIDTH), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        match self.how:
-            case "view":
-                return F.linear(x, self.weight)
-            case "parameter":
-                return x @ self.weight
-            case "product":
-                return F.linear(x, self.weight * self.mask * self.weight)
-            case _:
-                return Stash.apply(x, self.weight)
-
-
-INSIDE: dict[str, Callable[[], Any]] = {
-    "nothing": contextlib.nullcontext,
-    "pass through": pass_through,
-    "cpu": save_on_cpu,
-}
-AROUND: dict[str, Callable[..., Any]] = {
-    "nothing": lambda block, *args: block(*args),
-    "reentrant": lambda block, *args: checkpoint(block, *args, use_reentrant=True),
-    "non-reentrant": lambda block, *args: checkpoint(block, *args, use_reentrant=False),
-}
-
-
-class Keys:
-    """A cache: an object, which no one looks into."""
-
-    def __init__(self) -> None:
-        self.of_layers: list[Tensor] = []
-
-
-class Writer(nn.Module):
-    """Leaves keys in a cache that later blocks read."""
-
-    def __init__(self, how: str, inside: str) -> None:
-        super().__init__()
-        self.norm, self.key, self.up, self.down = nn.LayerNorm(WIDTH), Layer(how), Layer(how), Layer(how)
-        self.inside = inside
-
-    def forward(self, x: Tensor, keys: Keys) -> Tensor:
-        with INSIDE[self.inside]():
-            h = self.norm(x)
-            keys.of_layers.append(torch.tanh(self.key(h)))
-            return x + self.down(torch.relu(self.up(h)))
-
-
-class Reader(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.norm, self.query, self.out = nn.LayerNorm(WIDTH), Layer(how), Layer(how)
-
-    def forward(self, y: Tensor, key: Tensor) -> Tensor:
-        return y + self.out(self.query(self.norm(y)) * key)
-
-
-class Towers(nn.Module):
-    """Two towers as in a vision-language-action model: the output of the first is thrown away, its keys are not."""
-
-    def __init__(self, how: str = "view", inside: str = "nothing", around: str = "nothing") -> None:
-        super().__init__()
-        self.writers = nn.ModuleList(Writer(how, inside) for _ in range(4))
-        self.readers = nn.ModuleList(Reader(how) for _ in range(4))
-        self.around = around
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        keys = Keys()
-        for writer in self.writers:
-            x = writer(x, keys)
-        for reader, key in zip(self.readers, keys.of_layers, strict=True):
-            y = AROUND[self.around](reader, y, key)
-        return y
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    return torch.randn(8, WIDTH, generator=draw), torch.randn(8, WIDTH, generator=draw)
-
-
-def train(model: nn.Module, rows: slice, outside: Callable[[], Any], optimizer: dmuon.Muon) -> list[dict[str, float]]:
-    """The norm of every gradient, of each of two steps."""
-    norms = []
-    for _ in range(2):
-        x, y = (part[rows].clone().requires_grad_() for part in batch())
-        optimizer.zero_grad()
-        with outside():
-            loss = model(x, y).square().mean()
-        loss.backward()
-        norms.append(
-            {name: float(p.grad.norm()) for name, p in model.named_parameters() if p.ndim == 2 and p.grad is not None}
-        )
-        optimizer.step()
-    return norms
-
-
-@contextlib.contextmanager
-def late_fills(rank: int, seed: int) -> Iterator[None]:
-    """Ranks send their parts of a block's weights at random times."""
-    draw, send = random.Random(1000 * seed + rank), dist.broadcast
-
-    def late(*args: Any, **options: Any) -> Any:
-        time.sleep(draw.choice((0.0, 0.0, 0.002, 0.006)))
-        return send(*args, **options)
-
-    dist.broadcast = late
-    try:
-        yield
-    finally:
-        dist.broadcast = send
-
-
-def is_matrix(_fqn: str, _module: nn.Module, param: nn.Parameter) -> bool:
-    return param.ndim == 2
-
-
-def check(
-    rank: int, world: int, layout: str, outside: str = "nothing", seed: int | None = None, **program: str
-) -> None:
-    torch.manual_seed(0)
-    twin = Towers(**program)
-    expected = train(twin, slice(None), contextlib.nullcontext, dmuon.Muon(twin, select=is_matrix, lr=0.02))
-    torch.manual_seed(0)
-    model = Towers(**program)
-    sizes, names = ((2, world // 2), ("replicate", "shard")) if layout == "hsdp" else ((world,), ("shard",))
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    dmuon.dedicate_params(model, mesh, costs="flops", select=is_matrix)
-    if layout != "alone":
-        for block in (*model.writers, *model.readers):  # what FSDP2 frees it does not find on such a path
-            dmuon.fully_shard(block, mesh=mesh, reshard_after_forward=False)
-        dmuon.fully_shard(model, mesh=mesh)
-    rows = slice(8 * rank // world, 8 * (rank + 1) // world)
-    with contextlib.nullcontext() if seed is None else late_fills(rank, seed):
-        found = train(model, rows, INSIDE[outside], dmuon.Muon(model, lr=0.02))
-    with about((layout, program, outside)):
-        assert found == [pytest.approx(norms, rel=1e-4) for norms in expected]
-        whole = {name: p.detach() for name, p in twin.named_parameters()}
-        with dmuon.summon_full_params(model, writeback=False):
-            assert_equal_weights(
-                {n: p.detach() for n, p in model.named_parameters() if p.ndim == 2},
-                {n: p for n, p in whole.items() if p.ndim == 2},
-                1e-4,
-            )
-
-
-@on_ranks(2)
-def test_keys_in_a_cache_give_the_gradients_of_one_process(rank: int, world: int) -> None:
-    for seed, (how, inside, around, outside) in enumerate(
-        [
-            ("view", "nothing", "nothing", "nothing"),
-            ("view", "pass through", "nothing", "nothing"),
-            ("parameter", "pass through", "non-reentrant", "cpu"),
-            ("product", "cpu", "reentrant", "nothing"),
-            ("stash", "nothing", "nothing", "pass through"),
-        ]
-    ):
-        layout = ("sharded", "alone")[seed % 2]
-        check(rank, world, layout, outside, seed, how=how, inside=inside, around=around)
 
 
 class Toy(nn.Module):
@@ -396,3 +210,49 @@ def test_blocks_get_tuples_as_they_are_and_may_lend_their_weights(rank: int, wor
         assert torch.equal(layer.lent, whole[0])
     if trains:
         result.sum().backward()
+
+
+# -- gradients that no output shows -----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_unseen_gradients_accumulate_and_wait_as_others_do(rank: int, world: int) -> None:
+    """Without synchronization first, then with it: the mean of both micro-batches, of all ranks."""
+    twin = model_of("tuple")
+    for step in range(2):
+        auxiliary_loss(twin, step).backward()
+    expected = {n: p.grad for n, p in twin.named_parameters() if n.endswith("gate.weight")}
+    model = model_of("board")
+    lay("ddp-2", model)
+    with dmuon.no_sync(model):
+        auxiliary_loss(model, 0, rank, world).backward()
+    auxiliary_loss(model, 1, rank, world).backward()
+    for matrix in dedications(model)[0].runtime.matrices():
+        if matrix.fqn in expected and matrix.rest.owner == rank:
+            found = local_tensor(matrix.rest.grad)
+            torch.testing.assert_close(found, expected[matrix.fqn], rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(1)
+def test_a_graph_of_older_weights_is_refused_though_no_output_shows_it(rank: int, world: int) -> None:
+    model = model_of("board")
+    laid = lay("1d-1-two-lines", model)
+    optimizer = laid.optimizer()
+    auxiliary_loss(model, 0).backward(retain_graph=True)
+    total = model.total
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"the weights of block 'blocks\.\d' changed between its forward and its b"):
+        total.backward()
+
+
+@on_ranks(2)
+def test_a_forward_that_raises_leaves_no_weights_behind(rank: int, world: int) -> None:
+    """Nothing comes out of it either, but no backward will enter it."""
+    model = model_of("attribute")
+    lay("1d-two-lines", model)
+    block = dedications(model)[0].runtime.blocks[0]
+    handle = model.blocks[0].down.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        auxiliary_loss(model, 0, rank, world)
+    handle.remove()
+    assert sum(storage.nbytes() for storage in block.buffer.storages) == 0

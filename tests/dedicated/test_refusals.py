@@ -325,11 +325,6 @@ def test_comm_options_name_the_value(options: dict[str, Any], error: type[Except
         dmuon.CommOptions(**options)
 
 
-def test_solve_options_name_the_value() -> None:
-    with pytest.raises(ValueError, match="method must be one of auto, milp, greedy, got 'x'"):
-        dmuon.solver.SolveOptions(method="x")  # type: ignore[arg-type]
-
-
 @pytest.mark.pitfall("P55")
 @on_ranks(2)
 def test_an_optimizer_that_nobody_can_reach_any_more_is_no_obstacle(rank: int, world: int) -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor
-from harness.network import full_state, loss_of, shard
+from harness.heard import heard
+from harness.network import full_state, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay, runtime_of
@@ -27,9 +28,7 @@ def dedicate(model: nn.Module, world: int, fsdp: bool = True, keep: bool = False
     mesh = init_device_mesh("cpu", (world,))
     dmuon.dedicate_params(model, mesh, costs="flops", reshard_after_forward=not keep)
     if fsdp:
-        for block in model.blocks:
-            dmuon.fully_shard(block, mesh=mesh)
-        dmuon.fully_shard(model, mesh=mesh)
+        shard_blocks(model, mesh, dmuon.fully_shard)
     return dmuon.Muon(model, **{**OPTIONS, **options})
 
 
@@ -143,30 +142,37 @@ def test_misuse_is_named(rank: int, world: int) -> None:
         model(batch(0)[0])
 
 
-def names_inputs(model: nn.Module) -> None:
-    optimizer = dmuon.Muon(model)
-    model(batch(0)[0]).sum().backward(inputs=list(model.parameters()))
-    optimizer.step()
-
-
-def computes_owned_weights(model: nn.Module) -> None:
-    weight = model.get_parameter("blocks.0.up.weight") * 2
-    functional_call(model, {"blocks.0.up.weight": weight}, (torch.zeros(2, 5, dtype=torch.long),))
-
-
-REFUSED: dict[Callable[[nn.Module], None], str] = {
-    names_inputs: r"no parameter that dmuon owns has a gradient: backward\(inputs=…\)",
-    computes_owned_weights: r"'blocks\.0\.up\.weight' was replaced in its module after dedicate_params",
-}
-
-
 @on_ranks(2)
 def test_what_graphs_of_owned_weights_cannot_do_is_refused(rank: int, world: int) -> None:
-    for program, message in REFUSED.items():
-        model = build()
-        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
-        with pytest.raises(RuntimeError, match=message):
-            program(model)
+    model = build()
+    optimizer = dedicate(model, world, fsdp=False)
+    model(batch(0)[0]).sum().backward(inputs=list(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"no parameter that dmuon owns has a gradient: backward\(inputs=…\)"):
+        optimizer.step()
+    computed = {"blocks.0.up.weight": model.get_parameter("blocks.0.up.weight") * 2}
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.weight' was replaced in its module after dedicate_params"):
+        functional_call(model, computed, (batch(0)[0],))
+
+
+def warnings_of(groups: Callable[[nn.Module], Any]) -> list[str]:
+    model = build()
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (1,)), costs="flops")
+    optimizer = dmuon.Muon(groups(model), **OPTIONS)
+    with heard() as messages:
+        for step in range(2):
+            loss_of(model, *batch(step)).backward()
+            optimizer.step()
+    return [m for m in messages if "no group" in m]
+
+
+@on_ranks(1)
+def test_groups_that_leave_parameters_out_say_so_once(rank: int, world: int) -> None:
+    assert warnings_of(lambda model: model) == []
+    assert warnings_of(dmuon.param_groups) == []
+    (told,) = warnings_of(lambda model: [p for p in dmuon.owned_parameters(model) if p.fqn != "blocks.0.mix.weight"])
+    assert "'blocks.0.mix.weight'" in told and "'embed.weight'" in told
+    (told,) = warnings_of(lambda model: dmuon.param_groups(model)[:1])
+    assert "blocks" not in told and "'embed.weight'" in told and "'head.weight'" in told
 
 
 # -- without a process group -------------------------------------------------------------------------------------------

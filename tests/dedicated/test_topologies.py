@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
-from harness.network import Block, Network, full_state, is_matrix, loss_of, shard
+from harness.network import Block, Network, full_state, is_matrix, loss_of, shard, shard_blocks
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
@@ -24,14 +24,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
-
-
-def train(laid: Laid, optimizer: dmuon.Muon, steps: int = 3) -> None:
-    for step in range(steps):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
-
 
 # -- tensor parallelism beyond rows and columns -------------------------------------------------------------------
 
@@ -98,11 +90,9 @@ def test_sequence_parallel_norms_and_copied_matrices(rank: int, world: int, kind
     split(model, whole["tp"])
     dmuon.dedicate_params(model, mesh, costs="flops")
     if fsdp:
-        for block in model.blocks:
-            dmuon.fully_shard(block, mesh=mesh)
-        dmuon.fully_shard(model, mesh=mesh)
+        shard_blocks(model, mesh, dmuon.fully_shard)
     optimizer = dmuon.Muon(model, **OPTIONS)
-    train(Laid(model, mesh, mesh.get_local_rank(), mesh.size(), model), optimizer)
+    Laid(model, mesh, mesh.get_local_rank(), mesh.size(), model).train(optimizer, range(3))
     muon = [n for n, p in model.named_parameters() if p in dmuon.owned_parameters(model)]
     assert len(muon) == 9 and all(map(is_matrix, muon)), "norms stay on AdamW"
     weights = full_state(model)
@@ -153,17 +143,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def run_stage(
-    rank: int, world: int, schedule: str, fsdp: bool, clip: bool
+    rank: int, world: int, schedule: str, more: bool
 ) -> tuple[dict[str, Tensor], list[str], int, list[float]]:
     whole = init_device_mesh("cpu", (STAGES, world // STAGES), mesh_dim_names=("pp", "dp"))
     mesh = whole["dp"]
     index, dp = whole.get_local_rank("pp"), mesh.size()
     model = Stage(index)
     plan = dmuon.dedicate_params(model, mesh, costs="flops")
-    if fsdp:
-        for block in model.blocks:
-            dmuon.fully_shard(block, mesh=mesh)
-        dmuon.fully_shard(model, mesh=mesh)
+    if more:
+        shard_blocks(model, mesh, dmuon.fully_shard)
     optimizer = dmuon.Muon(model, **OPTIONS)
     flight: list[int] = []
     first = dedications(model)[0].runtime.blocks[0]
@@ -178,7 +166,7 @@ def run_stage(
             pipeline.step(tokens)
         else:
             pipeline.step(target=targets)
-        if clip:
+        if more:
             norms.append(float(dmuon.clip_grad_norm_(model.parameters(), MAX_NORM, pp_mesh=whole["pp"])))
         optimizer.step()
     return global_names(full_state(model), index), sorted(plan.owners), max(flight), norms
@@ -197,9 +185,12 @@ def run_reference(clip: bool) -> tuple[dict[str, Tensor], list[float]]:
     return {n: p.detach() for n, p in model.state_dict().items()}, norms
 
 
-def check(ranks: RankPool, schedule: str, world: int, fsdp: bool, clip: bool = False) -> None:
-    results = ranks(world, run_stage, schedule, fsdp, clip)
-    expected, norms = run_reference(clip)
+@pytest.mark.pitfall("P19", "P36")
+@pytest.mark.parametrize(("schedule", "world", "more"), [("GPipe", 2, False), ("1F1B", 4, True)])
+def test_stages_equal_single_process(ranks: RankPool, schedule: str, world: int, more: bool) -> None:
+    """``more``: FSDP2 shards the rest of each stage, and gradients are clipped by the norm over all stages."""
+    results = ranks(world, run_stage, schedule, more)
+    expected, norms = run_reference(more)
     dp = world // STAGES
     for first, second in zip(results[:dp], results[dp:], strict=True):
         assert_equal_weights({**first[0], **second[0]}, expected)
@@ -209,14 +200,3 @@ def check(ranks: RankPool, schedule: str, world: int, fsdp: bool, clip: bool = F
         assert len(owned) == 3 * LAYERS // STAGES, "a plan holds the matrices of its stage"
         assert flight >= (2 if "embed.weight" in weights or schedule == "GPipe" else 1), "forwards in flight"
         assert found == pytest.approx(norms, rel=1e-5)
-
-
-@pytest.mark.pitfall("P19")
-@pytest.mark.parametrize(("schedule", "world", "fsdp"), [("GPipe", 2, False), ("1F1B", 4, True)])
-def test_stages_equal_single_process(ranks: RankPool, schedule: str, world: int, fsdp: bool) -> None:
-    check(ranks, schedule, world, fsdp)
-
-
-@pytest.mark.pitfall("P36")
-def test_clipping_over_all_stages(ranks: RankPool) -> None:
-    check(ranks, "1F1B", 2, fsdp=False, clip=True)

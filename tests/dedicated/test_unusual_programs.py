@@ -27,13 +27,6 @@ def laid_out(name: str, model: Any, comm: Options, keep: bool = False) -> tuple[
     return laid, laid.optimizer()
 
 
-def train(laid: Laid, optimizer: dmuon.Muon, steps: int = 3) -> None:
-    for step in range(steps):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
-
-
 # -- ranks that differ --------------------------------------------------------------------------------------------
 
 
@@ -49,7 +42,7 @@ def test_one_rank_alone_may_run_a_kept_block_without_gradients_inside_a_forward(
                 model.blocks[0](model.embed(*args))
 
     model.register_forward_pre_hook(look)
-    train(laid, optimizer, 4)
+    laid.train(optimizer, range(4))
     assert_equal_weights(full_state(model), reference_weights(steps=4))
 
 
@@ -131,9 +124,9 @@ def test_compiled_blocks_are_exact_and_compile_once(rank: int, world: int, layou
     laid, optimizer = laid_out(layout, model, {})
     if afterwards:
         compile_blocks()
-    train(laid, optimizer, 1)
+    laid.train(optimizer, range(1))
     graphs = counters["stats"]["unique_graphs"]
-    train(laid, optimizer)
+    laid.train(optimizer, range(3))
     assert graphs >= 1 and counters["stats"]["unique_graphs"] == graphs, "compiled again in a later step"
     assert not counters["graph_break"]
     reference = Reference(alone)

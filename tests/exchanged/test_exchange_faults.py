@@ -194,7 +194,7 @@ def test_the_others_end_with_a_message(case: tuple[Any, ...]) -> None:
     world, program, *arguments = case
     where, act, victim = arguments[:3]
     victims = (victim,) if act == "killed" else ()
-    ended = run_ranks(world, program, *arguments, limit=LIMIT, timeout=60, victims=victims)
+    ended = run_ranks(world, program, *arguments, limit=LIMIT, victims=victims)
     check_survivors(ended, victim, act, FUNCTION if program is USERS else ROUND)
     if program is USERS and act == "raising":
         said = "gather_fn returned a tensor of shape" if where == "shape" else "the user's own mistake"

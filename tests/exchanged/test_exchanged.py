@@ -11,7 +11,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor, no_whole_tensors, noise, placements_of
 from harness.hand_laid import Weights
-from harness.network import Block, Network, full_state, is_matrix, loss_of, shard
+from harness.network import Block, Network, full_state, is_matrix, loss_of, shard, shard_blocks
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.topologies import Laid, lay, orthogonalized
@@ -236,8 +236,7 @@ def test_one_model_may_mix_both_residencies(rank: int, world: int) -> None:
     model = toy("mixed")
     mesh = init_device_mesh("cpu", (world,))
     dmuon.dedicate_params(model, mesh, select=lambda fqn, *_: is_owned(fqn), costs="flops")
-    for module in (*model.blocks, model):
-        dmuon.fully_shard(module, mesh=mesh)
+    shard_blocks(model, mesh, dmuon.fully_shard)
     owned, *rest = dmuon.param_groups(model)
     exchanged = [p for name, p in model.named_parameters() if is_matrix(name) and not is_owned(name)]
     ids = {id(p) for p in exchanged}

@@ -29,11 +29,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def trained(name: str, **options: Any) -> dict[str, Tensor]:
     laid = lay(name, build())
-    optimizer = laid.optimizer(**options)
-    for step in range(STEPS):
-        laid.backward(step)
-        optimizer.step()
-        optimizer.zero_grad()
+    laid.train(laid.optimizer(**options), range(STEPS))
     return full_state(laid.network)
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.assertions import assert_equal_weights, assert_same_tensors
-from harness.network import is_matrix, loss_of
+from harness.network import is_matrix, loss_of, shard_blocks
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.toy import OPTIONS, batch, build
@@ -58,31 +54,13 @@ class Task(lightning.LightningModule):
             dmuon.dedicate_params(self.model, mesh, costs="flops")
         if self.kind == "dedicated alone":
             return
-        shard = fully_shard if self.kind == "fsdp2" else dmuon.fully_shard
-        for block in self.model.blocks:
-            shard(block, mesh=mesh)
-        shard(self.model, mesh=mesh)
+        shard_blocks(self.model, mesh, fully_shard if self.kind == "fsdp2" else dmuon.fully_shard)
 
     def training_step(self, rows: list[Tensor], number: int) -> Tensor:
         return loss_of(self.model, *rows)
 
     def configure_optimizers(self) -> dmuon.Muon:
         return dmuon.Muon(self, **OPTIONS)  # the model is one of its children
-
-
-@contextmanager
-def launched(rank: int) -> Iterator[Path]:
-    """Lightning finds its rank; a folder that all ranks see."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    names = [tempfile.mkdtemp(prefix="dmuon-lightning-") if rank == 0 else ""]
-    dist.broadcast_object_list(names, 0)
-    try:
-        yield Path(names[0])
-        dist.barrier()
-    finally:
-        del os.environ["LOCAL_RANK"]
-        if rank == 0:
-            shutil.rmtree(names[0], ignore_errors=True)
 
 
 def fit(kind: str, steps: int, world: int, full: bool = False, resume: Path | None = None) -> tuple[Any, Any]:
@@ -146,16 +124,18 @@ def weights_of(task: Any) -> dict[str, Tensor]:
     ],
 )
 @on_ranks(2, timeout=120.0)
-def test_training_equals_one_process_and_resumes_exactly(rank: int, world: int, kind: str, full: bool) -> None:
-    with launched(rank) as folder:
-        _, task = fit(kind, STEPS, world)
-        (optimizer,) = (o.optimizer for o in [task.optimizers()])
-        assert over_ranks(optimizer.last_step.ns_matrices) == MATRICES, "each has one owner"
-        weights = weights_of(task)
-        assert_equal_weights(weights, reference())
-        assert_same_over_ranks(weights)
+def test_training_equals_one_process_and_resumes_exactly(
+    rank: int, world: int, kind: str, full: bool, tmp_path: Path
+) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)  # where Lightning looks for it
+    _, task = fit(kind, STEPS, world)
+    (optimizer,) = (o.optimizer for o in [task.optimizers()])
+    assert over_ranks(optimizer.last_step.ns_matrices) == MATRICES, "each has one owner"
+    weights = weights_of(task)
+    assert_equal_weights(weights, reference())
+    assert_same_over_ranks(weights)
 
-        trainer, _ = fit(kind, HALF, world, full)
-        trainer.save_checkpoint(folder / "saved")
-        _, resumed = fit(kind, STEPS, world, full, folder / "saved")
-        assert_same_tensors(weights_of(resumed), weights)
+    trainer, _ = fit(kind, HALF, world, full)
+    trainer.save_checkpoint(tmp_path / "saved")
+    _, resumed = fit(kind, STEPS, world, full, tmp_path / "saved")
+    assert_same_tensors(weights_of(resumed), weights)

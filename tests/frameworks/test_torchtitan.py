@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.assertions import assert_equal_weights, assert_same_tensors
-from harness.network import Network, full_state, is_matrix, loss_of, shard
+from harness.network import Network, full_state, is_matrix, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.toy import OPTIONS, SIZE, batch, build
@@ -53,10 +51,7 @@ class Run:
         elif kind == "meta":
             with torch.device("meta"):
                 self.model = Network(SIZE)
-        shard_ = dmuon.fully_shard if kind == "dedicated" else fully_shard
-        for block in self.model.blocks:
-            shard_(block, mesh=mesh)
-        shard_(self.model, mesh=mesh)
+        shard_blocks(self.model, mesh, dmuon.fully_shard if kind == "dedicated" else fully_shard)
         if kind == "meta":
             self.model.to_empty(device="cpu")
             whole = build().state_dict()
@@ -102,11 +97,8 @@ def reference() -> dict[str, Tensor]:
 @pytest.mark.pitfall("P74")
 @pytest.mark.parametrize("kind", ["fsdp2", "meta", "dedicated"])
 @on_ranks(2, timeout=120.0)
-def test_training_equals_one_process_and_resumes_exactly(rank: int, world: int, kind: str) -> None:
-    names = [tempfile.mkdtemp(prefix="dmuon-torchtitan-") if rank == 0 else ""]
-    dist.broadcast_object_list(names, 0)
-    folder = Path(names[0])
-    run = Run(kind, folder)
+def test_training_equals_one_process_and_resumes_exactly(rank: int, world: int, kind: str, tmp_path: Path) -> None:
+    run = Run(kind, tmp_path)
     run.train(0, HALF)
     assert run.checkpointer.save(HALF)
     run.train(HALF, STEPS)
@@ -114,13 +106,10 @@ def test_training_equals_one_process_and_resumes_exactly(rank: int, world: int, 
     assert_equal_weights(weights, reference())
     assert over_ranks(run.optimizers.optimizers[0].last_step.ns_matrices) == MATRICES, "each has one owner"
 
-    resumed = Run(kind, folder)
+    resumed = Run(kind, tmp_path)
     assert resumed.checkpointer.load()
     resumed.train(HALF, STEPS)
     assert_same_tensors(full_state(resumed.model), weights)
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def llama() -> Any:

@@ -46,7 +46,6 @@ class Run:
     optimizer: dmuon.Muon
     part: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
     config: dmuon.DistributedConfig | None = None
-    autocast: bool = False
 
     @property
     def inner(self) -> Any:
@@ -55,8 +54,7 @@ class Run:
 
     def backward(self, step: int) -> None:
         self.optimizer.zero_grad()
-        dtype = torch.bfloat16 if self.autocast else torch.float32
-        loss_of(self.model, *self.part(batch(step)), dtype).backward()
+        loss_of(self.model, *self.part(batch(step))).backward()
 
     def train(self, steps: range) -> None:
         for step in steps:

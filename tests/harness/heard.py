@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def _handled(level: int, name: str, emit: Callable[[logging.LogRecord], None]) -> Iterator[None]:
+def _handled(level: int, emit: Callable[[logging.LogRecord], None]) -> Iterator[None]:
     handler = logging.Handler(level)
     handler.emit = emit  # type: ignore[method-assign]
-    log = logging.getLogger(name)
+    log = logging.getLogger("dmuon")
     before = log.level
     log.addHandler(handler)
     log.setLevel(level)
@@ -23,16 +23,16 @@ def _handled(level: int, name: str, emit: Callable[[logging.LogRecord], None]) -
 
 
 @contextmanager
-def recorded(level: int = logging.WARNING, name: str = "dmuon") -> Iterator[list[logging.LogRecord]]:
+def recorded(level: int = logging.WARNING) -> Iterator[list[logging.LogRecord]]:
     """Records of this level and above."""
     records: list[logging.LogRecord] = []
-    with _handled(level, name, records.append):
+    with _handled(level, records.append):
         yield records
 
 
 @contextmanager
-def heard(level: int = logging.WARNING, name: str = "dmuon") -> Iterator[list[str]]:
+def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
     """Messages of this level and above."""
     told: list[str] = []
-    with _handled(level, name, lambda record: told.append(record.getMessage())):
+    with _handled(level, lambda record: told.append(record.getMessage())):
         yield told

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from harness.forks import CONTEXT
 
 POLL_SECONDS = 0.02
+GROUP_SECONDS = 60.0  # how long collectives of the default process group wait
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,6 @@ def run_ranks(
     program: Callable[..., None],
     *args: Any,
     limit: float,
-    timeout: float,
     victims: tuple[int, ...] = (),
     rank_0_hosts_store: bool = False,
 ) -> dict[int, Ended]:
@@ -108,14 +108,13 @@ def run_ranks(
 
     Args:
         limit: seconds until whatever still runs is killed, and the test fails.
-        timeout: of the default process group.
     """
     with tempfile.TemporaryDirectory(prefix="dmuon-job-") as folder:
         store = None if rank_0_hosts_store else hosted_store()
         port = Path(folder) / "port" if store is None else store.port
         others = set(range(world)) - set(victims)
         ended = run_job(
-            *(world, _join_group, world, port, timeout, program, args),
+            *(world, _join_group, world, port, program, args),
             folder=Path(folder),
             limit=limit,
             watch=lambda _, ended: others <= ended.keys(),
@@ -129,10 +128,8 @@ def run_ranks(
     }
 
 
-def _join_group(
-    rank: int, world: int, port: int | Path, timeout: float, program: Callable[..., None], args: tuple[Any, ...]
-) -> None:
-    limit = timedelta(seconds=timeout)
+def _join_group(rank: int, world: int, port: int | Path, program: Callable[..., None], args: tuple[Any, ...]) -> None:
+    limit = timedelta(seconds=GROUP_SECONDS)
     if isinstance(port, Path) and rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
         port.with_suffix(".tmp").write_text(str(store.port))

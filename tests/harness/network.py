@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -101,6 +103,17 @@ def tensor_parallel(model: Network, mesh: DeviceMesh) -> None:
                 "down": RowwiseParallel(),
             },
         )
+
+
+def shard_blocks(model: nn.Module, mesh: DeviceMesh, by: Callable[..., Any] = fully_shard, **options: Any) -> None:
+    """FSDP2 over every block, then over the rest; ``by`` torch's function, or dmuon's."""
+    for module in (*model.blocks, model):  # type: ignore[misc, union-attr]
+        by(module, mesh=mesh, **options)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """What this process has now."""
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:

@@ -29,6 +29,10 @@ class _Body:
         return getattr(importlib.import_module(self.module), self.__qualname__).__wrapped__(*args)
 
 
+def _world_of(layout: str) -> int:
+    return 1 if layout == "single" else LAYOUTS[layout].world
+
+
 def on_ranks(size: int | str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make ``test(rank, world, …)`` run on every rank of a group.
 
@@ -43,7 +47,7 @@ def on_ranks(size: int | str | None = None, **options: Any) -> Callable[[Callabl
 
         @wraps(body)
         def test(ranks: RankPool, **given: Any) -> None:
-            number = LAYOUTS[given[size]].world if isinstance(size, str) else given.pop("world", size)
+            number = _world_of(given[size]) if isinstance(size, str) else given.pop("world", size)
             ranks(number, _Body(body), *(given[p.name] for p in others), **options)
 
         fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -61,11 +65,11 @@ def over_ranks(number: int, group: dist.ProcessGroup | None = None) -> int:
     return int(total)
 
 
-def assert_same_over_ranks(weights: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+def assert_same_over_ranks(weights: Mapping[str, Tensor]) -> None:
     """The same bits as on the first of the ranks. Collective."""
     for name, tensor in weights.items():
         first = tensor.clone()
-        dist.broadcast(first, group_src=0, group=group)
+        dist.broadcast(first, src=0)
         assert torch.equal(first, tensor), f"{name} differs between ranks"
 
 

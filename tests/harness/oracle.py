@@ -89,30 +89,23 @@ class Reference:
 
 
 def reference_weights(
-    steps: int = 5,
-    half: bool = False,
-    matrix: Callable[[str], bool] = is_matrix,
-    nesterov: bool = True,
-    **building: Any,
+    steps: int = 5, matrix: Callable[[str], bool] = is_matrix, nesterov: bool = True, **building: Any
 ) -> dict[str, Tensor]:
     """Weights of a single process after ``steps`` on the global batches, computed once for equal arguments.
 
     Args:
-        half: forward and backward run under autocast to bf16.
         building: what :func:`build` takes.
     """
-    return dict(_reference_weights(steps, half, matrix, nesterov, **building))
+    return dict(_reference_weights(steps, matrix, nesterov, **building))
 
 
 @cache
-def _reference_weights(
-    steps: int, half: bool, matrix: Callable[[str], bool], nesterov: bool, **building: Any
-) -> dict[str, Tensor]:
+def _reference_weights(steps: int, matrix: Callable[[str], bool], nesterov: bool, **building: Any) -> dict[str, Tensor]:
     model = build(**building)
     optimizer = Reference(model, matrix=matrix, nesterov=nesterov)
     for step in range(steps):
         optimizer.zero_grad()
-        loss_of(model, *batch(step), torch.bfloat16 if half else torch.float32).backward()
+        loss_of(model, *batch(step)).backward()
         optimizer.step()
     return {n: p.detach().clone() for n, p in model.state_dict().items()}
 

@@ -113,7 +113,7 @@ class RankPool:
                 did not raise as expected.
         """
         if expect is not None:
-            outcomes = self.outcomes(world, fn, *args, timeout=timeout, pg_timeout=pg_timeout, fresh=fresh)
+            outcomes, _ = self.run(world, fn, args, timeout, pg_timeout, fresh, grace=None)
             wrong = [o for o in outcomes if not (o.raised(expect) and re.search(match, o.message))]
             if wrong:
                 pattern = f" matching {match!r}" if match else ""
@@ -128,22 +128,6 @@ class RankPool:
             title = f"{fn.__qualname__}: {failed} of {world} ranks failed; rank {first.rank} {verb} first"
             raise RankFailure(_describe(title, outcomes))
         return [outcome.value for outcome in outcomes]
-
-    def outcomes(
-        self,
-        world: int,
-        fn: Callable[..., Any],
-        *args: Any,
-        timeout: float = 60.0,
-        pg_timeout: float = COLLECTIVE_SECONDS,
-        fresh: bool = False,
-    ) -> list[Outcome]:
-        """Runs `fn(rank, world, *args)` on every rank and returns each rank's result or exception.
-
-        Every rank is given all of `timeout` seconds; one that is still running then is ended and gets the
-        error `WorkerHung`, one whose process ended gets `WorkerDied`.
-        """
-        return self.run(world, fn, args, timeout, pg_timeout, fresh, grace=None)[0]
 
     def close(self) -> None:
         """Kills all workers; the next call starts new ones."""
@@ -166,6 +150,11 @@ class RankPool:
         fresh: bool,
         grace: float | None,
     ) -> tuple[list[Outcome], Outcome | None]:
+        """Each rank's result or exception, and the first failure.
+
+        Every rank is given all of `timeout` seconds, or `grace` after the first failure; one that is still running
+        then is ended and gets the error `WorkerHung`, one whose process ended gets `WorkerDied`.
+        """
         if not 1 <= world <= self.most:
             raise ValueError(f"world is {world}, this pool has 1 to {self.most} ranks")
         program = dump((fn, args))  # a function that cannot be pickled fails here, in the caller

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon import DistributedConfig, create_devicemesh_config, create_dtensor_config, create_processgroup_config
 from dmuon.dedicated.dedication import dedications
 from harness.dtensors import local_tensor
-from harness.network import Network, loss_of, shard, tensor_parallel
+from harness.network import Network, loss_of, shard, shard_blocks, tensor_parallel
 from harness.toy import CPU, OPTIONS, batch
 
 
@@ -128,6 +127,13 @@ class Laid:
         self.loss(step).backward()
         self.reduce()
 
+    def train(self, optimizer: dmuon.Muon, steps: Iterable[int]) -> None:
+        """Step on this rank's part of each of these global batches."""
+        for step in steps:
+            optimizer.zero_grad()
+            self.backward(step)
+            optimizer.step()
+
     def optimizer(self, **options: Any) -> dmuon.Muon:
         return dmuon.Muon(self.model, distributed_config=self.config, **{**OPTIONS, **options})
 
@@ -223,16 +229,14 @@ def _replicated(laid: Laid, _options: dict[str, Any]) -> None:
 
 
 def _replicated_with_fsdp(laid: Laid, options: dict[str, Any]) -> None:
-    for module in (*laid.network.blocks, laid.network):
-        replicate_with_fsdp(module, mesh=laid.mesh)
+    shard_blocks(laid.network, laid.mesh, replicate_with_fsdp)
     _by_dtensors(laid, options)
 
 
 def _context_parallel(laid: Laid, options: dict[str, Any], by_mesh: bool) -> None:
     """FSDP2 along one dimension, of which the other has copies that DTensors know nothing of."""
     mesh = laid.mesh
-    for module in (*laid.network.blocks, laid.network):
-        fully_shard(module, mesh=mesh["fsdp"])
+    shard_blocks(laid.network, mesh["fsdp"])
     if by_mesh:
         laid.config = create_devicemesh_config(mesh, ("cp", "fsdp"), **options)
     else:

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmuon.comm.context import Comm
-
 
 @dataclass(frozen=True, slots=True)
 class Amount:
@@ -60,17 +58,6 @@ class Traffic(TorchDispatchMode):
         for (_, operator), amount in sorted(self.amounts.items(), key=lambda item: item[0][1]):
             found[operator] = found.get(operator, Amount()) + amount
         return found
-
-    def of(self, comm: Comm) -> dict[str, Amount]:
-        """What went over dmuon's own groups for owned matrices, by purpose, without votes."""
-        purposes: dict[str, list[dist.ProcessGroup]] = {"fill": [], "publish": [], "reduce": [], "exchange": []}
-        for lane, purpose in ((comm.row, "fill"), (comm.column, "publish")):
-            if lane is not None:
-                purposes[purpose] += [leg.group for leg in lane.weights.legs]
-                purposes["reduce"] += [leg.group for leg in lane.gradients.legs]
-        if comm.tensor is not None:
-            purposes["exchange"].append(comm.tensor.group)
-        return {purpose: self.over(*groups, votes=False) for purpose, groups in purposes.items()}
 
 
 def _region_nbytes(name: str, args: Sequence[Any]) -> int:

@@ -55,7 +55,6 @@ class Resources:
     blocks: int
     instruction: str
     ptx: str = field(repr=False)
-    cubin: bytes = field(repr=False)
 
 
 class Recorder:
@@ -111,7 +110,6 @@ def resources(kernel: Any) -> Resources:
         blocks=_blocks(usage["REG"], kernel.metadata.shared, kernel.metadata.tmem_size, warps, target.arch),
         instruction=next((name for name in _INSTRUCTIONS if name in ptx), "none"),
         ptx=ptx,
-        cubin=kernel.asm["cubin"],
     )
 
 
@@ -124,20 +122,12 @@ def _blocks(registers: int, shared: int, columns: int, warps: int, arch: int) ->
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    found = re.findall(r"\b(REG|STACK|LOCAL):(\d+)", _cuobjdump("--dump-resource-usage", cubin))
-    return {key: int(value) for key, value in found}
-
-
-def disassemble(cubin: bytes) -> str:
-    """The machine code, one instruction a line."""
-    return _cuobjdump("--dump-sass", cubin)
-
-
-def _cuobjdump(option: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([_CUOBJDUMP, option, file.name], capture_output=True, check=True, text=True).stdout
+        command = [_CUOBJDUMP, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
 
 
 @contextmanager

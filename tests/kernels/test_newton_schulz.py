@@ -68,11 +68,11 @@ def test_parity_with_torch_muon_in_fp32(method):
 
 @pytest.mark.parametrize("preset", QUINTICS)
 @pytest.mark.parametrize("shape", [(16, 16), (32, 40), (64, 128), (64, 256)])
-@pytest.mark.parametrize("dtype", HALF)
-def test_default_half_precision_path_keeps_singular_values_in_range(preset, shape, dtype):
+def test_default_bf16_path_keeps_singular_values_in_range(preset, shape):
+    """That of fp16 does in test_stress.py."""
     limit = ideal_maximum(preset) + 0.06
     for name, x in zoo.matrices(*shape, 0).items():
-        ours = orthogonalize(x, coefficients=preset, dtype=dtype)
+        ours = orthogonalize(x, coefficients=preset, dtype=torch.bfloat16)
         assert ours.isfinite().all(), name
         assert torch.linalg.matrix_norm(ours, 2).item() <= limit, name
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
+from harness.assertions import about, assert_equal_weights
 from harness.dtensors import local_tensor
 from harness.heard import heard
-from harness.network import Network, full_state, loss_of, shard
+from harness.network import Network, full_state, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, batch, build
@@ -85,8 +85,7 @@ def composable(model: Network, world: int) -> Built:
 
 
 def fsdp(model: Network, world: int, **options: Any) -> Built:
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=init_device_mesh("cpu", (world,)), **options)
+    shard_blocks(model, init_device_mesh("cpu", (world,)), **options)
     return model, dmuon.Muon(model, **OPTIONS)
 
 
@@ -123,8 +122,7 @@ def dedicated_in_groups_beside_another(model: Network, world: int) -> Built:
 def dedicated_and_sharded(model: Network, world: int) -> Built:
     mesh = init_device_mesh("cpu", (world,))
     dmuon.dedicate_params(model, mesh, costs="flops")
-    for part in (*model.blocks, model):
-        dmuon.fully_shard(part, mesh=mesh, ignored_params={model.norm.weight})
+    shard_blocks(model, mesh, dmuon.fully_shard, ignored_params={model.norm.weight})
     return model, dmuon.Muon(model, **OPTIONS)
 
 
@@ -155,11 +153,14 @@ def backward(program: nn.Module, optimizer: dmuon.Muon, rank: int, world: int) -
     loss_of(program, *shard(batch(0), rank, world)).backward()
 
 
-@pytest.mark.parametrize(("way", "expected"), WAYS, ids=lambda one: getattr(one, "__name__", ""))
 @on_ranks(2)
-def test_each_parameter_has_one_known_averager_or_the_user_is_told(
-    rank: int, world: int, way: Callable[[Network, int], Built], expected: str | None
-) -> None:
+def test_each_parameter_has_one_known_averager_or_the_user_is_told(rank: int, world: int) -> None:
+    for way, expected in WAYS:
+        with about(way.__name__):
+            check(rank, world, way, expected)
+
+
+def check(rank: int, world: int, way: Callable[[Network, int], Built], expected: str | None) -> None:
     model = build()
     with heard() as told:
         program, optimizer = way(model, world)
@@ -203,9 +204,7 @@ def test_modules_that_the_program_hides_from_the_collector_are_found(
 
 
 def hsdp(model: Network, world: int) -> Built:
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh)
+    shard_blocks(model, init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard")))
     return model, dmuon.Muon(model, **OPTIONS)
 
 
@@ -230,12 +229,13 @@ def round_off(param: nn.Parameter) -> None:
     local(param).mul_(1 + 1e-5)
 
 
-@pytest.mark.parametrize("way", [ddp, hsdp], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", ["blocks.1.up.weight", "norm.bias"])
 @on_ranks(2)
-def test_copies_that_differ_are_named_on_all_ranks_before_anything_changes(
-    rank: int, world: int, way: Callable[[Network, int], Built], name: str
-) -> None:
+def test_copies_that_differ_are_named_on_all_ranks_before_anything_changes(rank: int, world: int) -> None:
+    for way, name in ((ddp, "blocks.1.up.weight"), (hsdp, "norm.bias")):
+        check_copies(rank, world, way, name)
+
+
+def check_copies(rank: int, world: int, way: Callable[[Network, int], Built], name: str) -> None:
     model = build()
     program, optimizer = way(model, world)
     param = model.get_parameter(name)
@@ -274,7 +274,7 @@ def test_a_gradient_that_one_rank_drops_in_a_dedicated_model_is_told(rank: int, 
         backward(program, optimizer, rank, world)
 
 
-# -- groups, steps in backward, siblings -------------------------------------------------------------------------------
+# -- groups, siblings --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["ddp", "dedicated"])
@@ -301,22 +301,6 @@ def test_ranks_whose_groups_hold_other_parameters_all_raise(rank: int, world: in
         optimizer.step()
 
 
-@on_ranks(2)
-def test_a_step_inside_backward_of_a_dedicated_model_is_refused(rank: int, world: int) -> None:
-    model = build()
-    _, optimizer = dedicated(model, world)
-    raised = []
-
-    def step(_param: Tensor) -> None:
-        with pytest.raises(RuntimeError, match=r"called inside backward, in which dmuon has not averaged"):
-            optimizer.step()
-        raised.append(True)
-
-    model.norm.weight.register_post_accumulate_grad_hook(step)
-    backward(model, optimizer, rank, world)
-    assert raised
-
-
 @pytest.mark.parametrize("tied", ["head.weight", "blocks.0.up.weight"])
 @on_ranks(2)
 def test_siblings_that_share_a_weight_are_not_dedicated_apart(rank: int, world: int, tied: str) -> None:
@@ -326,8 +310,3 @@ def test_siblings_that_share_a_weight_are_not_dedicated_apart(rank: int, world: 
     dmuon.dedicate_params(one, mesh, costs="flops")
     with pytest.raises(ValueError, match=rf"parameter '{tied}' is one of a module that was dedicated before"):
         dmuon.dedicate_params(other, mesh, costs="flops")
-
-
-def told(optimizer: dmuon.Muon) -> Any:
-    """The ids of the parameters that somebody is known to average."""
-    return optimizer._wrapping._told

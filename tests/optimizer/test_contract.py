@@ -11,23 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import full_state, loss_of, shard
+from harness.network import full_state, loss_of, weights
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import dmuon
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
 
 # -- hooks and closures --------------------------------------------------------------------------------------------
 
@@ -126,35 +118,31 @@ def test_one_optimizer_for_each_parameter_steps_inside_backward() -> None:
 @pytest.mark.pitfall("P75")
 @on_ranks(2)
 def test_one_optimizer_for_each_sharded_parameter_steps_inside_backward(rank: int, world: int) -> None:
-    model = build()
-    mesh = init_device_mesh("cpu", (world,))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    one_optimizer_each(model, dmuon.create_dtensor_config(costs="flops"))
+    laid = lay("fsdp2-2", build())
+    one_optimizer_each(laid.model, laid.config)
     for step in range(5):
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-    assert_equal_weights(full_state(model), reference_weights())
+        laid.backward(step)
+    assert_equal_weights(full_state(laid.network), reference_weights())
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("layout", "hook", "message"),
     [
-        ("ddp", r"step\(\) was called inside backward, in which DistributedDataParallel has not averaged"),
-        ("dedicated", r"step\(\)"),
+        ("ddp", "loss", r"step\(\) was called inside backward, in which DistributedDataParallel has not averaged"),
+        ("1d", "loss", r"step\(\)"),
+        ("1d-two-lines", "gradient", "called inside backward, in which dmuon has not averaged"),
     ],
 )
-@on_ranks(2)
+@on_ranks("layout")
 def test_a_step_inside_backward_is_refused_where_it_comes_too_early(
-    rank: int, world: int, kind: str, message: str
+    rank: int, world: int, layout: str, hook: str, message: str
 ) -> None:
-    if kind == "ddp":
-        outer: nn.Module = DistributedDataParallel(build())
-        optimizer = dmuon.Muon(outer, **OPTIONS)
+    laid = lay(layout, build())
+    optimizer, loss = laid.optimizer(), laid.loss(0)
+    if hook == "loss":
+        loss.register_hook(lambda _: optimizer.step())
     else:
-        laid = lay("1d", build())
-        outer, optimizer = laid.model, laid.optimizer()
-    loss = loss_of(outer, *shard(batch(0), rank, world))
-    loss.register_hook(lambda _: optimizer.step())
+        laid.network.norm.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with pytest.raises(RuntimeError, match=message):
         loss.backward()
 
@@ -165,29 +153,22 @@ def test_a_step_inside_backward_is_refused_where_it_comes_too_early(
 @pytest.mark.slow
 @pytest.mark.pitfall("P75")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["dedicated", "fsdp2"])
-@on_ranks(2)
-def test_cycles_compiled_steps_and_zeroed_gradients_equal_one_process(rank: int, world: int, kind: str) -> None:
-    model, twin = build(), build()
-    if kind == "dedicated":
-        laid = lay("1d", model)
-        outer, optimizer = laid.model, laid.optimizer()
-    else:
-        outer, mesh = model, init_device_mesh("cpu", (world,))
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh)
-        optimizer = dmuon.Muon(model, **OPTIONS, distributed_config=dmuon.create_dtensor_config(costs="flops"))
+@pytest.mark.parametrize("layout", ["1d", "fsdp2-2"])
+@on_ranks("layout")
+def test_cycles_compiled_steps_and_zeroed_gradients_equal_one_process(rank: int, world: int, layout: str) -> None:
+    laid, twin = lay(layout, build()), build()
+    optimizer = laid.optimizer()
     reference = Reference(twin)
     schedules = [OneCycleLR(o, max_lr=4e-3, total_steps=8) for o in (optimizer, reference.muon, reference.adamw)]
     step = torch.compile(optimizer.step, backend="eager")
     for number in range(4):
         optimizer.zero_grad(set_to_none=False)
-        loss_of(outer, *shard(batch(number), rank, world)).backward()
+        laid.backward(number)
         step()
         train(twin, reference, [number])
         for schedule in schedules:
             schedule.step()
-    assert_equal_weights(full_state(outer), weights(twin))
+    assert_equal_weights(full_state(laid.network), weights(twin))
     dist.barrier()
 
 

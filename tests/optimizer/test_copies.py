@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import full_state, loss_of
+from harness.network import full_state, loss_of, weights
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 
@@ -37,10 +32,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
     "torch.save": saved_and_loaded,
 }
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 @pytest.mark.pitfall("P74")
@@ -97,28 +88,16 @@ def test_a_copy_of_the_optimizer_alone_has_parameters_of_its_own(how: str) -> No
     assert other.last_step.nonfinite == ("blocks.1.mix.weight",), "names are copied"
 
 
-def wrapped(kind: str, model: nn.Module) -> tuple[nn.Module, dmuon.Muon]:
-    if kind == "ddp":
-        outer: nn.Module = DistributedDataParallel(model)
-        return outer, dmuon.Muon(outer, **OPTIONS)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    config = dmuon.create_dtensor_config(costs="flops") if kind == "fsdp2, config" else None
-    return model, dmuon.Muon(model, **OPTIONS, distributed_config=config)
-
-
 @pytest.mark.pitfall("P74")
-@pytest.mark.parametrize("kind", ["1d", "ddp", "fsdp2", "fsdp2, config"])
-@on_ranks(2)
-def test_copies_of_an_optimizer_that_communicates_are_refused_with_the_remedy(rank: int, world: int, kind: str) -> None:
-    if kind == "1d":
-        laid = lay("1d", build())
-        model, optimizer = laid.model, laid.optimizer()
-    else:
-        model, optimizer = wrapped(kind, build())
+@pytest.mark.parametrize(("layout", "config"), [("1d", False), ("ddp", False), ("fsdp2-2", False), ("fsdp2-2", True)])
+@on_ranks("layout")
+def test_copies_of_an_optimizer_that_communicates_are_refused_with_the_remedy(
+    rank: int, world: int, layout: str, config: bool
+) -> None:
+    laid = lay(layout, build())
+    optimizer = laid.optimizer() if config else dmuon.Muon(laid.model, **OPTIONS)
     for make in COPIES.values():
         with pytest.raises(RuntimeError, match=r"'blocks.*cannot be copied or pickled: save optimizer.state_dict\(\)"):
             make(optimizer)
-    train(model, optimizer, range(5), rank, world)
-    assert_equal_weights(full_state(model.module if kind == "ddp" else model), reference_weights())
+    laid.train(optimizer, range(5))
+    assert_equal_weights(full_state(laid.network), reference_weights())

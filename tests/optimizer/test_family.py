@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from itertools import product
@@ -22,7 +21,7 @@ from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.paper import Paper
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import DECAY, LR, OPTIONS, batch, build
+from harness.toy import CPU, DECAY, LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,19 +55,21 @@ MEMBERS: dict[str, dict[str, Any]] = {
 NEAR = {"bf16 momentum": 1e-4}
 STATEFUL = ("normuon", "adamuon", "bf16 momentum")  # whose state is laid out by where matrices lie
 PLACED = (*STATEFUL, "hyperball")  # that depend on where matrices lie
+SLOW = ("independent", "l2")  # whose decay is of each element alone: quick on any placements of two ranks
 
 
 def cases(every: Sequence[Any], some: Sequence[Any], slow: Sequence[Any] = ()) -> list[Any]:
     """Of a place and a member: every member, or those that depend on the place."""
-    found = [*((place, member) for place in every for member in MEMBERS), *product(some, PLACED)]
-    return [*found, *(pytest.param(*case, marks=pytest.mark.slow) for case in product(slow, PLACED))]
+    found = [*product(every, (member for member in MEMBERS if member not in SLOW)), *product(some, PLACED)]
+    later = [*product(every, SLOW), *product(slow, PLACED)]
+    return [*found, *(pytest.param(*case, marks=pytest.mark.slow) for case in later)]
 
 
 def paper(member: str, lr: float = LR) -> Paper:
     return Paper(lr, DECAY, **MEMBERS.get(member, {}))
 
 
-@pytest.mark.parametrize(("world", "member"), cases([1, 2], [], [3, 4]))
+@pytest.mark.parametrize(("world", "member"), [*product([2], MEMBERS), *cases([], [1], [3, 4])])
 @on_ranks()
 def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, member: str) -> None:
     """DTensors of all splits: rows and columns, even and uneven, copies, and both dimensions at once."""
@@ -116,20 +117,15 @@ def test_matrices_that_teams_orthogonalize(rank: int, world: int, member: str) -
     weights.check(optimizer)
 
 
-@pytest.mark.parametrize(("layout", "member"), cases(["3"], ["tp"], ["ddp", "hsdp"]))
-def test_tensors_of_any_matrices_that_dmuon_owns(ranks: RankPool, layout: str, member: str) -> None:
-    ranks({"hsdp": 4, "3": 3}.get(layout, 2), owned, layout, member)
-
-
-def owned(rank: int, world: int, layout: str, member: str) -> None:
-    names = {"ddp": ("replicate",), "tp": ("dp", "tp")}.get(layout)
-    mesh = init_device_mesh("cpu", {"hsdp": (2, 2), "tp": (1, 2)}.get(layout, (world,)), mesh_dim_names=names)
-    model = FusedModel()
+@pytest.mark.parametrize(("layout", "member"), cases(["1d-3-two-lines"], ["tp"], ["ddp-2", "hsdp-two-lines"]))
+@on_ranks("layout")
+def test_tensors_of_any_matrices_that_dmuon_owns(rank: int, world: int, layout: str, member: str) -> None:
+    mesh, model = LAYOUTS[layout].mesh(CPU), FusedModel()
     if layout == "tp":
         split_params(model, mesh["tp"])
         mesh = mesh["dp"]
     dmuon.dedicate_params(model, mesh, select=by_spec(), costs="flops")
-    optimizer = dmuon.Muon(model, overlap_backward=layout in ("3", "hsdp"), **OPTIONS, **MEMBERS[member])
+    optimizer = dmuon.Muon(model, overlap_backward="shard" in (mesh.mesh_dim_names or ()), **OPTIONS, **MEMBERS[member])
     part = 0 if layout == "tp" else rank
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -140,20 +136,19 @@ def owned(rank: int, world: int, layout: str, member: str) -> None:
     assert_equal_weights({name: found[name] for name in expected}, expected, NEAR.get(member, 1e-5))
 
 
-@pytest.mark.parametrize(("layout", "member"), cases(["fsdp2-3"], ["ddp"], ["tp-alone", "1d-3", "fsdp2-tp", "cp-mesh"]))
-def test_models_as_users_lay_them_out(ranks: RankPool, layout: str, member: str) -> None:
-    ranks(LAYOUTS[layout].world, laid_out, layout, member)
+MULTIPLIERS = {"*.up.weight": 0.5, "blocks.0.*": 2.0, "embed.*": 3.0, "*.bias": 0.25}
+LAID_OUT = cases(["fsdp2-3"], ["ddp"], ["tp-alone", "1d-3", "fsdp2-tp", "cp-mesh"])
 
 
-def laid_out(rank: int, world: int, layout: str, member: str, multipliers: dict[str, float] | None = None) -> None:
-    laid = lay(layout, build())
-    optimizer = laid.optimizer(**MEMBERS.get(member, {}), lr_multipliers=multipliers)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
+@pytest.mark.parametrize(("layout", "member"), [*LAID_OUT, *((n, "multiplied") for n in ("fsdp2-2", "1d", "ddp"))])
+@on_ranks("layout")
+def test_models_as_users_lay_them_out(rank: int, world: int, layout: str, member: str) -> None:
+    """Those of no member have learning rates that are multiplied by patterns of names."""
+    laid, multipliers = lay(layout, build()), {} if member in MEMBERS else MULTIPLIERS
+    optimizer = laid.optimizer(**MEMBERS.get(member, {}), lr_multipliers=multipliers or None)
+    laid.train(optimizer, range(STEPS))
     weights = full_state(laid.network)
-    assert_equal_weights(weights, trained(build(), member, multipliers or {}), NEAR.get(member, 1e-5))
+    assert_equal_weights(weights, trained(build(), member, multipliers), NEAR.get(member, 1e-5))
     assert_same_over_ranks(weights)
 
 
@@ -229,13 +224,6 @@ def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
 
 # -- learning rates ------------------------------------------------------------------------------------------------
 
-MULTIPLIERS = {"*.up.weight": 0.5, "blocks.0.*": 2.0, "embed.*": 3.0, "*.bias": 0.25}
-
-
-@pytest.mark.parametrize("layout", ["fsdp2-2", "1d", "ddp"])
-def test_learning_rates_are_multiplied_by_patterns_of_names(ranks: RankPool, layout: str) -> None:
-    ranks(2, laid_out, layout, "none", MULTIPLIERS)
-
 
 def test_multipliers_stay_where_schedulers_and_checkpoints_change_rates() -> None:
     optimizer = dmuon.Muon(build(), **OPTIONS, lr_multipliers=MULTIPLIERS)
@@ -307,38 +295,26 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("function", "kind", "says"), WRONG)
-@pytest.mark.parametrize("layout", ["1d-1", "fsdp2-2", "1d"])
-def test_a_function_that_returns_something_else_changes_nothing(
-    ranks: RankPool, layout: str, function: Any, kind: type[Exception], says: str
-) -> None:
-    ranks(LAYOUTS[layout].world, refuses, layout, function, kind, says)
-
-
 def failing_on_one_rank(x: Tensor) -> Tensor:
     return failing(x) if torch.distributed.get_rank() == 1 else x
 
 
-@on_ranks(2)
-def test_a_function_that_fails_on_one_of_several_ranks_changes_nothing(rank: int, world: int) -> None:
-    laid = lay("fsdp2-2", build())
-    optimizer = laid.optimizer(orthogonalize=failing_on_one_rank, strategy="replicated")
-    laid.backward(0)
-    before = full_state(laid.network)
-    with pytest.raises((ArithmeticError, RuntimeError), match=r"no convergence|rank 1, .* cannot take this step"):
-        optimizer.step()
-    assert_equal_weights(full_state(laid.network), before, 0.0)
-
-
-def refuses(rank: int, world: int, layout: str, function: Any, kind: type[Exception], says: str) -> None:
-    """On all ranks that share matrices: those that own none of a shape hear of it."""
-    laid = lay(layout, build())
-    optimizer = laid.optimizer(orthogonalize=function, overlap_backward=True)  # which must not call it before
-    laid.backward(0)
-    before = full_state(laid.network)
-    with pytest.raises((kind, RuntimeError), match=f"{says}|cannot take this step"):
-        optimizer.step()
-    assert_equal_weights(full_state(laid.network), before, 0.0)
+@pytest.mark.parametrize("layout", ["1d-1", "fsdp2-2", "1d"])
+@on_ranks("layout")
+def test_a_function_that_returns_something_else_or_fails_changes_nothing(rank: int, world: int, layout: str) -> None:
+    """On all ranks that share matrices: those that own none of a shape, or have no fault, hear of it."""
+    # Nothing must be called before the step.
+    cases = [(*of_function, {"overlap_backward": True}) for of_function in WRONG]
+    if layout == "fsdp2-2":
+        cases.append((failing_on_one_rank, ArithmeticError, "no convergence", {"strategy": "replicated"}))
+    for function, kind, says, options in cases:
+        laid = lay(layout, build())
+        optimizer = laid.optimizer(orthogonalize=function, **options)
+        laid.backward(0)
+        before = full_state(laid.network)
+        with pytest.raises((kind, RuntimeError), match=f"{says}|cannot take this step"):
+            optimizer.step()
+        assert_equal_weights(full_state(laid.network), before, 0.0)
 
 
 @on_ranks(2)
@@ -360,8 +336,6 @@ def test_a_function_is_named_and_stays_with_the_optimizer() -> None:
     assert saved["param_groups"][0]["orthogonalize"] == "function polar", "no file holds a function"
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["orthogonalize"] is polar
-    with pytest.raises(TypeError, match="orthogonalize must be a function or None, got 'svd'"):
-        dmuon.Muon(build(), orthogonalize="svd")
 
 
 # -- second moments of rows ------------------------------------------------------------------------------------------
@@ -395,22 +369,6 @@ def test_one_number_for_each_output_or_element_is_state(rank: int, world: int, k
 
 
 ON_SPHERE = {"weight_decay_mode": "hyperball"}
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            {"second_moment": "column"},
-            "second_moment must be 'row' (NorMuon), 'element' (AdaMuon) or None, got 'column'",
-        ),
-        ({"second_moment": "row", "second_moment_beta": 1.0}, "second_moment_beta must be in [0, 1), got 1.0"),
-        ({**ON_SPHERE, "adjust_lr_fn": "spectral"}, "adjust_lr_fn='spectral' with weight_decay_mode='hyperball', by"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(says)):
-        dmuon.Muon(build(), **options)
 
 
 @pytest.mark.parametrize("options", [{"second_moment": "row"}, {"second_moment": "element"}, ON_SPHERE])
@@ -578,10 +536,6 @@ def test_momentum_is_converted_by_a_load() -> None:
         if "momentum_buffer" in values:
             assert values["momentum_buffer"].dtype == torch.float32
             assert torch.equal(values["momentum_buffer"], again["state"][i]["momentum_buffer"].float())
-    with pytest.raises(ValueError, match=r"momentum_dtype must be torch\.bfloat16 or None"):
-        dmuon.Muon(build(), momentum_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"momentum_device must be 'cpu' or None .*, got 'cuda'"):
-        dmuon.Muon(build(), momentum_device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -617,20 +571,21 @@ def test_torch_saves_options_that_are_no_numbers(options: dict[str, Any], form: 
     assert_equal_weights(dict(models[1].state_dict()), dict(models[0].state_dict()))
 
 
-@pytest.mark.parametrize(("deviation", "most", "least"), [(0.01, 0.05, 0.04), (0.1, 0.001, 0.0), (1.0, 0.001, 0.0)])
-def test_bf16_momentum_follows_gradients_that_vary(deviation: float, most: float, least: float) -> None:
+def test_bf16_momentum_follows_gradients_that_vary() -> None:
     """What docs/how-to.md says of rounding to the nearest."""
-    params = [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
+    deviations, bounds = torch.tensor([0.01, 0.1, 1.0]), [(0.04, 0.05), (0.0, 0.001), (0.0, 0.001)]
+    params = [nn.Parameter(torch.zeros(3, 64, 64)) for _ in range(2)]
     groups = [{"params": [param], "use_muon": True} for param in params]
     groups[1]["momentum_dtype"] = torch.bfloat16
-    optimizer, generator = dmuon.Muon(groups, lr=0.0), torch.Generator().manual_seed(0)
-    off = square = 0.0
+    optimizer, generator = dmuon.Muon(groups, lr=0.0, orthogonalize=lambda x: x), torch.Generator().manual_seed(0)
+    off = square = torch.zeros(3)
     for step in range(200):
-        params[0].grad = params[1].grad = 1.05 + deviation * torch.randn(64, 64, generator=generator)
+        params[0].grad = params[1].grad = 1.05 + deviations.view(3, 1, 1) * torch.randn(3, 64, 64, generator=generator)
         optimizer.step()
         exact, found = (optimizer.state[param]["momentum_buffer"].double() for param in params)
         if step >= 100:
-            off += float((found - exact).mean() / exact.mean()) / 100
-            square += float(((found - exact).norm() / exact.norm()).square()) / 100
-    assert least <= abs(off) <= most
-    assert square**0.5 <= max(0.0075, 1.2 * most)
+            off = off + (found - exact).mean((1, 2)) / exact.mean((1, 2)) / 100
+            square = square + ((found - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).square() / 100
+    for (least, most), mean, root in zip(bounds, off.abs().tolist(), square.sqrt().tolist(), strict=True):
+        assert least <= mean <= most
+        assert root <= max(0.0075, 1.2 * most)

@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import about, assert_equal_weights
-from harness.network import Block, full_state, is_matrix, loss_of, shard
+from harness.network import Block, full_state, is_matrix, loss_of, shard, shard_blocks
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import Reference
 from harness.topologies import Laid, lay
 from harness.toy import DECAY, LR, OPTIONS, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
@@ -174,9 +173,7 @@ def laid_stage(kind: str, blocks: bool, world: int) -> nn.Module:
     elif kind != "fsdp":
         return DistributedDataParallel(stage)
     if kind != "dedicated":
-        for block in stage.blocks:
-            dmuon.fully_shard(block, mesh=mesh)
-        dmuon.fully_shard(stage, mesh=mesh)
+        shard_blocks(stage, mesh, dmuon.fully_shard)
     return stage
 
 
@@ -274,8 +271,7 @@ def test_bare_matrices_train_alike_by_line_by_groups_and_where_they_are_sharded(
             plan = dmuon.dedicate_params(laid, mesh, select=select, costs="flops")
             assert len(plan.owners) == 12 and {m.block for m in plan.matrices} == {f"blocks.{i}" for i in range(3)}
         else:
-            for module in (*laid.blocks, laid):
-                fully_shard(module, mesh=mesh)
+            shard_blocks(laid, mesh)
         optimizer = dmuon.Muon(laid, **({} if dedicated else {"select": select}), **OPTIONS)
         train(laid, optimizer, range(3), rank, world)
         assert_equal_weights(full_state(laid), expected)

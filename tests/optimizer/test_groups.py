@@ -9,15 +9,11 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import is_matrix, loss_of
+from harness.network import is_matrix, loss_of, weights
 from harness.oracle import Reference, reference_weights
 from harness.toy import OPTIONS, batch, build, train
 
 import dmuon
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 def of_routes(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:

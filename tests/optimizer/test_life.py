@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
-from harness.network import Network, full_state, loss_of
+from harness.assertions import about, assert_equal_weights
+from harness.network import Network, full_state, loss_of, shard_blocks
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
@@ -20,7 +20,6 @@ from harness.toy import OPTIONS, batch, build, train
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -31,10 +30,8 @@ import dmuon
 
 
 def by_fsdp(model: Network, mesh: DeviceMesh | None = None) -> nn.Module:
-    mesh = mesh or init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    shard_blocks(model, mesh or init_device_mesh("cpu", (2,)))
+    return model
 
 
 def by_tp(model: Network, mesh: DeviceMesh | None = None) -> Network:
@@ -67,27 +64,23 @@ def test_a_model_that_is_wrapped_after_steps_trains_on(
 
 
 @pytest.mark.pitfall("P88")
-@pytest.mark.parametrize("after", ["nothing", "a backward", "a step", "tensor parallelism"])
-@pytest.mark.parametrize("cut", [by_fsdp, by_tp], ids=lambda cut: cut.__name__)
 @on_ranks(2)
-def test_a_model_that_is_cut_later_is_refused_by_name(
-    rank: int, world: int, cut: Callable[[Network], nn.Module], after: str
-) -> None:
-    if after == "tensor parallelism":
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        model = by_tp(build(hidden=28), mesh["tp"])
-        cut = partial(by_fsdp, mesh=mesh["dp"])
-    else:
-        model = build(hidden=28)
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    if after == "a step":
-        train(model, optimizer, [0])
-    elif after == "a backward":
-        loss_of(model, *batch(0)).backward()
-    cut(model)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"'\S+' was cut by fully_shard.*build the optimizer after that"):
-            train(model, optimizer, [1])
+def test_a_model_that_is_cut_later_is_refused_by_name(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    cases: list[tuple[Network, Callable[[Network], nn.Module], str]] = [
+        *((build(hidden=28), cut, after) for cut in (by_fsdp, by_tp) for after in ("nothing", "a backward", "a step")),
+        (by_tp(build(hidden=28), mesh["tp"]), partial(by_fsdp, mesh=mesh["dp"]), "tensor parallelism"),
+    ]
+    for model, cut, after in cases:
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        if after == "a step":
+            train(model, optimizer, [0])
+        elif after == "a backward":
+            loss_of(model, *batch(0)).backward()
+        cut(model)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"'\S+' was cut by fully_shard.*build the optimizer after that"):
+                train(model, optimizer, [1])
 
 
 @pytest.mark.pitfall("P88")
@@ -179,13 +172,16 @@ FAULTS: dict[str, tuple[Callable[[dmuon.Muon], Callable[[], None]], str]] = {
 
 
 @pytest.mark.pitfall("P89")
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
 @on_ranks(2)
-def test_a_step_that_was_refused_is_repeated_with_the_same_numbers(
-    rank: int, world: int, fault: str, layout: str
-) -> None:
+def test_a_step_that_was_refused_is_repeated_with_the_same_numbers(rank: int, world: int, layout: str) -> None:
     """Where one rank finds a fault, all raise at once."""
+    for fault in FAULTS:
+        with about(fault):
+            repeat(rank, world, fault, layout)
+
+
+def repeat(rank: int, world: int, fault: str, layout: str) -> None:
     model = build()
     program = by_fsdp(model) if layout == "fsdp" else DistributedDataParallel(model)
     optimizer = dmuon.Muon(program, **OPTIONS)
@@ -233,22 +229,18 @@ def test_uneven_inputs_are_refused_at_the_first_step(rank: int, world: int) -> N
 
 
 @pytest.mark.pitfall("P89")
-@pytest.mark.parametrize("layout", ["1d", "fsdp", "ddp"])
-@pytest.mark.parametrize(("group", "name"), [(0, "momentum_buffer"), (2, "exp_avg")])
-@on_ranks(2, timeout=20)
-def test_sparse_state_on_one_rank_is_refused_on_all(rank: int, world: int, layout: str, group: int, name: str) -> None:
-    model = build()
-    if layout == "1d":
-        optimizer = lay("1d", model).optimizer()
-    else:
-        optimizer = dmuon.Muon(by_fsdp(model) if layout == "fsdp" else DistributedDataParallel(model), **OPTIONS)
-    saved = optimizer.state_dict()
-    key = saved["param_groups"][group]["params"][0]
-    if rank == 1:
-        value = torch.zeros(saved["state"][key][name].shape).to_sparse()
-        saved["state"] = {**saved["state"], key: {**saved["state"][key], name: value}}
-    with pytest.raises(ValueError, match=rf"{'momentum' if group == 0 else name}.* is torch.sparse_coo, not a dense"):
-        optimizer.load_state_dict(saved)
+@pytest.mark.parametrize("layout", ["1d", "fsdp2-2", "ddp"])
+@on_ranks("layout", timeout=20)
+def test_sparse_state_on_one_rank_is_refused_on_all(rank: int, world: int, layout: str) -> None:
+    optimizer = dmuon.Muon(lay(layout, build()).model, **OPTIONS)
+    for group, name, told in ((0, "momentum_buffer", "momentum"), (2, "exp_avg", "exp_avg")):
+        saved = optimizer.state_dict()
+        key = saved["param_groups"][group]["params"][0]
+        if rank == 1:
+            value = torch.zeros(saved["state"][key][name].shape).to_sparse()
+            saved["state"] = {**saved["state"], key: {**saved["state"][key], name: value}}
+        with pytest.raises(ValueError, match=rf"{told}.* is torch.sparse_coo, not a dense"):
+            optimizer.load_state_dict(saved)
 
 
 # -- groups that come and go ---------------------------------------------------------------------------------------

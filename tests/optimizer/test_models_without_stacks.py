@@ -93,28 +93,22 @@ def compile_layers(model: nn.Module) -> nn.Module:
 @pytest.mark.slow
 @on_ranks(2)
 def test_compiled_models_and_layers_are_dedicated_as_others(rank: int, world: int) -> None:
+    """Or a model is compiled when it has been dedicated, and the optimizer is given that form of it."""
     mesh = init_device_mesh("cpu", (world,))
-    for name, wrap in product(QUICK, (compile_whole, compile_layers)):
-        model = wrap(build(name))
+    for name, wrap, before in (
+        *product(QUICK, (compile_whole, compile_layers), [True]),
+        (QUICK[0], compile_whole, False),
+    ):
+        model = wrap(build(name)) if before else build(name)
         dmuon.dedicate_params(model, mesh, costs="flops")
+        model = model if before else wrap(model)
         optimizer = dmuon.Muon(model, **OPTIONS)
         train(model, optimizer, rank, world)
         with torch.no_grad():
             model(batch(0))
         found = {key.replace("_orig_mod.", ""): tensor for key, tensor in full_state(model).items()}
-        with about((name, wrap.__name__)):
+        with about((name, wrap.__name__, before)):
             assert_equal_weights(found, expected(name))
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_an_optimizer_may_be_given_the_compiled_form_of_a_dedicated_model(rank: int, world: int) -> None:
-    name = QUICK[0]
-    model = build(name)
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
-    compiled = compile_whole(model)
-    train(compiled, dmuon.Muon(compiled, **OPTIONS), rank, world)
-    assert_equal_weights(full_state(model), expected(name))
 
 
 # -- convolutional networks --------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import is_matrix, loss_of
+from harness.network import is_matrix, loss_of, weights
 from harness.oracle import Reference, fp32_newton_schulz, reference_weights
 from harness.toy import OPTIONS, batch, build, train
 
@@ -137,7 +137,7 @@ def test_weight_decay_of_each_route_is_respected(given: dict[str, float], decays
     """With zero gradients decay is all that is left; vectors are never decayed."""
     model = build()
     optimizer = dmuon.Muon(model, lr=0.1, adamw_lr=0.2, **given)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = weights(model)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
@@ -244,6 +244,23 @@ def test_module_groups_follow_the_policy() -> None:
         (lambda: set(matrices()), {}, TypeError, "set"),
         (lambda: matrices()[0], {}, TypeError, "one tensor"),
         (lambda: [*matrices(), {"params": matrices(), "use_muon": True}], {}, TypeError, "mixes"),
+        (
+            build,
+            {"second_moment": "column"},
+            ValueError,
+            r"be 'row' \(NorMuon\), 'element' \(AdaMuon\) or None, got 'c",
+        ),
+        (build, {"second_moment": "row", "second_moment_beta": 1.0}, ValueError, r"_beta must be in \[0, 1\), got 1.0"),
+        (
+            build,
+            {"weight_decay_mode": "hyperball", "adjust_lr_fn": "spectral"},
+            ValueError,
+            "adjust_lr_fn='spectral' with weight_decay_mode='hyperball', by",
+        ),
+        (build, {"momentum_dtype": torch.float16}, ValueError, r"momentum_dtype must be torch\.bfloat16 or None"),
+        (build, {"momentum_device": "cuda"}, ValueError, r"momentum_device must be 'cpu' or None .*, got 'cuda'"),
+        (build, {"orthogonalize": "svd"}, TypeError, "orthogonalize must be a function or None, got 'svd'"),
+        (build, {"master_weights": "fp32"}, TypeError, "master_weights must be True, False or 'cpu', got 'fp32'"),
     ],
 )
 def test_unusable_options_and_parameters_are_refused(
@@ -314,7 +331,7 @@ def test_a_step_inside_autocast_is_the_same_step() -> None:
         loss_of(model, *batch(0)).backward()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             optimizer.step()
-        found.append({n: p.detach().clone() for n, p in model.named_parameters()})
+        found.append(weights(model))
     assert_equal_weights(found[1], found[0], 0.0)
 
 
@@ -322,8 +339,8 @@ def test_a_step_in_a_graph_of_the_user_is_refused(monkeypatch: pytest.MonkeyPatc
     model = build()
     optimizer = dmuon.Muon(model, **OPTIONS)
     loss_of(model, *batch(0)).backward()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = weights(model)
     monkeypatch.setattr(wrapping, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match=r"while a CUDA graph is being captured.*call step\(\) outside"):
         optimizer.step()
-    assert_equal_weights({n: p.detach() for n, p in model.named_parameters()}, before, 0.0)
+    assert_equal_weights(weights(model), before, 0.0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import weights
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, build, train
 
@@ -31,10 +32,6 @@ IDS = [f"{name}={str(value)[:12]} of group {group}" for group, name, value in NO
 def of_route(group: int, name: str, value: Any) -> dict[str, Any]:
     """What the constructor calls the option."""
     return {name if group == 0 else f"adamw_{name}": value}
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 @pytest.mark.pitfall("P10")

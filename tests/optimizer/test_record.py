@@ -25,7 +25,7 @@ from dmuon.kernels import update_scale
 SPEC = by_spec()
 
 
-def oracle(before: dict[str, Tensor], after: dict[str, Tensor], lr: float = LR) -> dict[str, dmuon.MatrixStats]:
+def oracle(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, dmuon.MatrixStats]:
     """Of the model of all splits: cut by hand, as a whole, in fp64."""
     expected = {}
     for name, new in after.items():
@@ -35,7 +35,7 @@ def oracle(before: dict[str, Tensor], after: dict[str, Tensor], lr: float = LR) 
         shapes = spec.matrices(new.shape)
         for number, (old_part, new_part) in enumerate(zip(parts(before[name], spec), parts(new, spec), strict=True)):
             label = name if new.ndim == 2 and spec.is_whole else f"{name}[{number}]"
-            expected[label] = stats(old_part, new_part, shapes[number], lr, transposed=spec.transposed)
+            expected[label] = stats(old_part, new_part, shapes[number], transposed=spec.transposed)
     return expected
 
 
@@ -46,13 +46,13 @@ def parts(whole: Tensor, spec: dmuon.MatrixSpec) -> list[Tensor]:
     return [matrix.index_select(spec.dim - 1, torch.tensor(of_part)) for matrix in stack for of_part in rows]
 
 
-def stats(old: Tensor, new: Tensor, shape: tuple[int, int], lr: float, transposed: bool = False) -> dmuon.MatrixStats:
-    update = new.double() - (1 - lr * DECAY) * old.double()
+def stats(old: Tensor, new: Tensor, shape: tuple[int, int], transposed: bool = False) -> dmuon.MatrixStats:
+    update = new.double() - (1 - LR * DECAY) * old.double()
     m, n = reversed(shape) if transposed else shape
     norm = new.double().norm().item()
     return dmuon.MatrixStats(
         update_rms=update.square().mean().sqrt().item(),
-        effective_lr=lr * update_scale("match_rms_adamw", (m, n)),
+        effective_lr=LR * update_scale("match_rms_adamw", (m, n)),
         weight_norm=norm,
         update_ratio=update.norm().item() / norm,
     )
@@ -153,7 +153,7 @@ def test_copies_are_counted_once(rank: int, world: int, layout: str) -> None:
     gathered = record.gather()
     assert len(gathered) == 9
     for name, one in gathered.items():
-        wanted = stats(before[name], after[name], tuple(after[name].shape), LR)
+        wanted = stats(before[name], after[name], tuple(after[name].shape))
         assert one.weight_norm == pytest.approx(wanted.weight_norm, rel=1e-6)
         assert one.effective_lr == pytest.approx(wanted.effective_lr, rel=1e-12)
         assert one.update_rms == pytest.approx(wanted.update_rms, rel=1e-3), "weights are fp32"

@@ -43,6 +43,9 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "SWALR": lambda o: SWALR(o, swa_lr=1e-4, anneal_epochs=3),
 }
 
+TENSORS = ("LambdaLR", "CosineAnnealingLR", "OneCycleLR", "SWALR")
+SHARED = ("ReduceLROnPlateau",)  # reduces a tensor that groups share once for each, also in torch's own optimizers
+
 
 def advance(scheduler: Any) -> None:
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
@@ -59,8 +62,11 @@ def cycled(optimizer: Optimizer) -> list[tuple[float, float]]:
 @pytest.mark.pitfall("P09", "P75")
 @pytest.mark.parametrize(
     ("schedule", "tensor"),
-    # Reduces a tensor that groups share once for each of them, also in torch's own optimizers.
-    [(name, tensor) for name in SCHEDULES for tensor in (False, True) if not (tensor and name == "ReduceLROnPlateau")],
+    [
+        *((name, False) for name in SCHEDULES),
+        *((name, True) for name in TENSORS),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in SCHEDULES if name not in (*TENSORS, *SHARED)),
+    ],
 )
 def test_each_scheduler_drives_both_routes_as_it_drives_torchs(schedule: str, tensor: bool) -> None:
     ours, theirs = build(), build()

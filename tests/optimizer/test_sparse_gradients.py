@@ -8,31 +8,14 @@ from typing import Any
 import pytest
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import Network, full_state, is_matrix
+from harness.network import Network, is_matrix
 from harness.on_ranks import on_ranks
-from harness.oracle import Reference
-from harness.topologies import lay
+from harness.oracle import reference_weights
 from harness.toy import OPTIONS, VOCAB, WIDTH, build, train
-from torch import Tensor
+from programs.unusual import hidden_sparse
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-
-
-class HiddenSparse(nn.Module):
-    """An embedding whose gradient is sparse, which no attribute says."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(tokens, self.weight, sparse=True)
-
-
-def with_hidden(model: Network) -> Network:
-    model.embed = HiddenSparse(model.embed.weight)  # type: ignore[assignment]
-    return model
 
 
 def announced(kind: type[nn.Module]) -> Network:
@@ -63,14 +46,9 @@ def test_a_frozen_embedding_may_announce_sparse_gradients() -> None:
     train(model, optimizer, range(2))
 
 
-def single_process() -> dict[str, Tensor]:
-    model = build()
-    train(model, Reference(model), range(3))
-    return dict(model.state_dict())
-
-
 def test_sparse_gradients_that_nothing_announces_are_exact() -> None:
-    model = with_hidden(build())
+    """Those of ranks are averaged: tests/parity."""
+    model = hidden_sparse()
     named = list(model.named_parameters())
     groups = [
         {"params": [p for n, p in named if is_matrix(n)], "use_muon": True},
@@ -78,17 +56,4 @@ def test_sparse_gradients_that_nothing_announces_are_exact() -> None:
         {"params": [p for _, p in named if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
     ]
     train(model, dmuon.Muon(groups, **OPTIONS), range(3))
-    assert_equal_weights(dict(model.state_dict()), single_process())
-
-
-@pytest.mark.pitfall("P54")
-@pytest.mark.parametrize("layout", ["1d-two-lines", pytest.param("ddp-2", marks=pytest.mark.slow)])
-@on_ranks(2)
-def test_sparse_gradients_that_nothing_announces_are_averaged(rank: int, world: int, layout: str) -> None:
-    laid = lay(layout, with_hidden(build()))
-    optimizer = laid.optimizer()
-    for step in range(3):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
-    assert_equal_weights(full_state(laid.network), single_process())
+    assert_equal_weights(dict(model.state_dict()), reference_weights(3))

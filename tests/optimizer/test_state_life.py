@@ -8,16 +8,14 @@ import weakref
 import pytest
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.checkpoints import SINGLE, start, world_of
+from harness.checkpoints import SINGLE, start
 from harness.dtensors import local_tensor
-from harness.network import full_state
+from harness.network import full_state, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import is_matrix, reference_weights
-from harness.pool import RankPool
 from harness.toy import OPTIONS, build, train
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import dmuon
 
@@ -26,9 +24,7 @@ def shard_under(optimizer: dmuon.Muon, model: nn.Module, world: int) -> None:
     """What accelerate does with FSDP2: the model is sharded, and its new parameters are put into the groups."""
     names = {id(p): name for name, p in model.named_parameters()}
     held = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    mesh = init_device_mesh("cpu", (world,))
-    for module in (*model.blocks, model):  # type: ignore[union-attr, misc]
-        fully_shard(module, mesh=mesh)
+    shard_blocks(model, init_device_mesh("cpu", (world,)))
     params = dict(model.named_parameters())
     for group, of_group in zip(optimizer.param_groups, held, strict=True):
         group["params"] = [params[name] for name in of_group]
@@ -71,11 +67,8 @@ def test_what_is_frozen_costs_no_state() -> None:
 
 @pytest.mark.pitfall("P31")
 @pytest.mark.parametrize("layout", [SINGLE, "ddp", "fsdp2-2", "1d"])
-def test_parameters_that_change_groups_begin_anew(ranks: RankPool, layout: str) -> None:
-    ranks(world_of(layout), move_between_groups, layout)
-
-
-def move_between_groups(rank: int, world: int, layout: str) -> None:
+@on_ranks("layout")
+def test_parameters_that_change_groups_begin_anew(rank: int, world: int, layout: str) -> None:
     """From Muon to AdamW and back; what dmuon owns is Muon's for ever, so there a head goes the other way and back."""
     run = start(layout)
     name = "head.weight" if layout == "1d" else "blocks.1.up.weight"

@@ -23,6 +23,7 @@ from harness.small_convnets import CONVNETS
 from harness.small_models import CASES as SMALL_MODELS
 from harness.topologies import EXCHANGED, LAYOUTS, lay, runtime_of
 from harness.toy import build
+from programs.left_behind import SEEN, TOWERS, UNSEEN
 from programs.unusual import KINDS, PROGRAMS, plain_name
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -136,9 +137,11 @@ SCHEDULES: list[Options] = [
     {"async_gpu_parallelism": False, "prefetch_count": 1, "chunk_bytes": 3000},
     {"prefetch_count": 0, "small_param_numel_threshold": 0, "chunk_bytes": 3000},
 ]
-BOTH = (False, True)
 
 LOOPS = ["dropped batch", "two forwards two backwards", "momentum replaced", "momentum cleared", "momentum zeroed"]
+HIDDEN = [f"auxiliary loss by {way}" for way in (*SEEN, "board_alone")]
+KEPT_HIDDEN = [f"auxiliary loss by {way}" for way in ("attribute", *UNSEEN)]
+CACHED = [f"keys in a cache, {i}" for i in range(len(TOWERS))]
 ALONE = [name for name, program in PROGRAMS.items() if program.alone]
 TWICE = "block called twice"
 RECURRENT = "behind a recurrent layer"  # which keeps references to its weights, so that FSDP2 does not take it
@@ -148,10 +151,10 @@ def all_of(layouts: Iterable[str], programs: Iterable[str], **fixed: Any) -> lis
     return [Case(layout, program, **fixed) for layout in layouts for program in programs]
 
 
-def in_turn(layouts: Iterable[str], programs: Sequence[str], keep: Sequence[bool] = BOTH) -> list[Case]:
+def in_turn(layouts: Iterable[str], programs: Sequence[str]) -> list[Case]:
     """Each program once on each layout, with options and residencies of whole weights in turn."""
     return [
-        Case(layout, program, keep[(i + j) % len(keep)], options=COMM[(i + 2 * j) % len(COMM)])
+        Case(layout, program, (i + j) % 2 == 1, options=COMM[(i + 2 * j) % len(COMM)])
         for j, layout in enumerate(layouts)
         for i, program in enumerate(programs)
     ]
@@ -165,6 +168,12 @@ QUICK: list[Case] = [
     *all_of(["1d", "fsdp2-2", "1d-two-lines"], ["scaled"]),
     *all_of(["1d"], ["clipped by torch"]),
     *all_of(["1d-3"], ["clipped"]),
+    *all_of(["1d-two-lines"], ["sparse gradients", *HIDDEN, *CACHED]),
+    *(
+        Case(layout, program, keep=layout == "1d-two-lines")
+        for layout in ("1d-two-lines", "ddp-2")
+        for program in KEPT_HIDDEN
+    ),
     *all_of(["1d-two-lines"], ["exceptions", "dropped by zeroing", "skipped last, none", "layers that are attributes"]),
     *all_of(["hsdp"], ["accumulated locally", "accumulated in replicas"]),
     *all_of(["ddp-2"], ["steps", "accumulated"]),
@@ -193,6 +202,9 @@ SLOW: list[Case] = [
     *in_turn(["hsdp"], LOOPS),
     *all_of(["1d", "hsdp-two-lines", "ddp-2", "tp-fsdp"], ["scaled"], muon={"overlap_backward": True}),
     *all_of(["tp-fsdp"], ["scaled"]),
+    *all_of(["ddp-2"], ["sparse gradients"]),
+    *all_of(["hsdp-two-lines", "tp-two-lines"], HIDDEN),
+    *all_of(["hsdp-two-lines"], KEPT_HIDDEN[1:], keep=True),
     *all_of(["1d-1", "1d-4"], ["clipped", "clipped by torch"]),
     *all_of(["1d-two-lines"], ["averaged"], keep=True),
     *all_of(["ddp-2", "tp-two-lines", "fsdp2-2", "hsdp"], ["averaged"]),
@@ -225,7 +237,7 @@ def world_of(case: Case) -> int:
 
 
 @pytest.mark.pitfall("P01", "P04", "P10", "P11", "P12", "P14", "P15", "P16", "P17", "P18", "P19", "P22", "P26", "P34")
-@pytest.mark.pitfall("P36", "P37", "P42", "P48", "P53", "P58", "P74")
+@pytest.mark.pitfall("P36", "P37", "P42", "P48", "P53", "P54", "P58", "P66", "P74", "P83")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("world", "cases"),

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_same_tensors, raised_by
-from harness.network import full_state
+from harness.network import full_state, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS, build, train
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -96,8 +96,7 @@ def test_both_residencies_give_a_slow_rank_less_and_train_to_the_same_weights(ra
     model = build()
     found = dmuon.dedicate_params(model, mesh, costs="flops", ranks=[1.0, 1 / 3])
     sharded = build()
-    for module in (*sharded.blocks, sharded):
-        fully_shard(module, mesh=mesh)
+    shard_blocks(sharded, mesh)
     config = dmuon.create_dtensor_config(costs="flops", ranks=[1, 1 / 3])
     exchanged = dmuon.Muon(sharded, distributed_config=config, **OPTIONS).exchanged()
     assert abs(loads(even)[1] / sum(loads(even)) - 1 / 2) < 0.1

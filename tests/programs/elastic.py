@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness.network import full_state, loss_of, shard
+from harness.network import full_state, loss_of, shard, shard_blocks
 from harness.toy import LR, batch, build
 
 import dmuon
@@ -36,9 +36,7 @@ class Trainer:
         mesh = init_device_mesh("cpu", (self.world,))
         plan = None if last is None else last / "plan.json"
         self.plan = dmuon.dedicate_params(self.model, mesh, costs=None if plan else "flops", plan=plan)
-        for block in self.model.blocks:
-            dmuon.fully_shard(block, mesh=mesh)
-        dmuon.fully_shard(self.model, mesh=mesh)
+        shard_blocks(self.model, mesh, dmuon.fully_shard)
         self.optimizer = dmuon.Muon(self.model, lr=LR, ns_coefficients="classic")
         self.step = 0
         if last is not None:

@@ -98,7 +98,7 @@ FAULTS = {
     "tests/exchanged/test_bounds.py": {
         "chunk_bytes": "planned or unmeasured_batch((m, n)), «layouts.recipe.options.chunk_bytes // nbytes→2**60»)",
         "chunk_bytes_of_small_matrices": "«            room -= size\n→»",
-        "cost_of_a_byte_is_nominal": '«if options.costs == "flops" else link_ns_per_byte(domain)→»',
+        "cost_of_a_byte_is_nominal": '«if costs == "flops" else link_ns_per_byte(domain)→»',
         "cost_of_a_byte_ignored": "        if «→not »ns_per_byte:\n",
     },
     f"{EXCHANGED} -k a_step_is_one_vote": {

@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
+from programs.left_behind import SEEN, TOWERS, UNSEEN, Towers, auxiliary_loss, model_of, towers_loss
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -172,6 +173,23 @@ class ThinBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.lift(self.gate(x))
+
+
+class HiddenSparse(nn.Module):
+    """An embedding whose gradient is sparse, which no attribute says."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight, sparse=True)
+
+
+def hidden_sparse() -> Network:
+    model = build()
+    model.embed = HiddenSparse(model.embed.weight)  # type: ignore[assignment]
+    return model
 
 
 class TwoDtypes(Block):
@@ -483,11 +501,16 @@ def _small(case: small_models.Case, x: Callable[[int], Tensor]) -> Program:
     return Program(partial(steps, count=3), make=make, matrix=hidden.__contains__, loss=loss)
 
 
+def _matrix(name: str) -> bool:
+    return name.endswith("weight") and "norm" not in name
+
+
 PROGRAMS: dict[str, Program] = {
     "steps": Program(steps, frees=True),
     "ten steps": Program(partial(steps, count=10)),
     "thin matrices": Program(steps, make=partial(build, block=ThinBlock)),
     "two dtypes": Program(partial(steps, count=3), make=partial(build, block=TwoDtypes)),
+    "sparse gradients": Program(partial(steps, count=3), make=hidden_sparse),
     "accumulated": Program(partial(accumulated, kind="full")),
     "accumulated locally": Program(partial(accumulated, kind="none")),
     "accumulated in replicas": Program(partial(accumulated, kind="replica")),
@@ -510,6 +533,16 @@ PROGRAMS: dict[str, Program] = {
         f"{name}, {kind}": Program(partial(loop, kind=kind), alone=True, make=skipping)
         for name, loop in (("dropped and skipped", drop_then_skip), ("skipped last", skipped_last))
         for kind in ("none", "replica")
+    },
+    **{
+        f"auxiliary loss by {way}": Program(partial(steps, count=2), make=partial(model_of, way), loss=auxiliary_loss)
+        for way in (*SEEN, *UNSEEN)
+    },
+    **{
+        f"keys in a cache, {i}": Program(
+            partial(steps, count=2), make=partial(Towers, *way), matrix=_matrix, loss=towers_loss
+        )
+        for i, way in enumerate(TOWERS)
     },
     **{name: _small(case, small_models.batch) for name, case in small_models.CASES.items()},
     **{name: _small(case, small_convnets.images) for name, case in small_convnets.CONVNETS.items()},

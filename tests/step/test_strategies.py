@@ -91,10 +91,7 @@ SLOW_CASES = [
 def on_layout(_rank: int, _world: int, name: str, strategy: str) -> None:
     laid = lay(name, build())
     optimizer = laid.optimizer(strategy=strategy)
-    for step in range(3):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
+    laid.train(optimizer, range(3))
     weights = full_state(laid.network)
     assert_equal_weights(weights, reference_weights(3, matrix=is_matrix))
     assert_same_over_ranks(weights)
@@ -397,10 +394,7 @@ def chosen(_rank: int, _world: int, name: str, way: str) -> None:
     table = CostTable({(13, 13): {1: square}, (13, 29): {1: wide}})
     laid = lay(name, build(layers=1), strategy="auto", costs=table, exclude=["*.down.*"])
     optimizer = laid.optimizer()
-    for step in range(3):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
+    laid.train(optimizer, range(3))
     assert {one.name: one.strategy for one in optimizer.exchanged()} == expected
     weights = full_state(laid.network)
     assert_equal_weights(weights, reference_weights(3, matrix=is_mixed_or_up, layers=1))

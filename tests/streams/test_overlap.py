@@ -31,11 +31,7 @@ def _train(layout: str, stack: ExitStack, observer: Observer, collectives: Colle
     stack.enter_context(collectives.entered())
     stack.enter_context(observer)
     laid = lay(layout, build(layers=4), comm=dmuon.CommOptions(**comm))
-    optimizer = laid.optimizer()
-    for step in range(2):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
+    laid.train(laid.optimizer(), range(2))
 
 
 @pytest.mark.parametrize("outstanding", [1, pytest.param(2, marks=pytest.mark.slow), 3])

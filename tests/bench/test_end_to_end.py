@@ -1,44 +1,33 @@
-"""The benches of steps run end to end; their records can be printed again, and say where they come from."""
+"""Benches run end to end; their records can be printed again, say where they come from, and are what pages say."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from harness.commands import ROOT, run_bench
 from harness.limits import PROGRAM_SECONDS
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODULE = "exchange"
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "1"]
 BRIEF = ["--rounds", "1", "--warmup", "0", "--check", "1", "--costs", "flops", "--chunk-bytes", "16384"]
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("exchange")
+ROW = re.compile(r"^\| ([A-Z\w][^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 
 
 @pytest.mark.slow
 def test_all_modes_agree_with_each_other_and_with_a_single_process(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, str(BENCH / "exchange.py"), *TINY, *BRIEF, "--json", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert ran.returncode == 0, ran.stderr
+    said = run_bench("exchange.py", *TINY, *BRIEF, "--json", out)
     result = json.loads(out.read_text())
     programs = result["programs"]
     assert list(programs) == [*bench.MODES, bench.GATHER, bench.DEDICATED, bench.ADAMW]
-    assert all(name in ran.stdout for name in programs)
+    assert all(name in said for name in programs)
     assert str(tmp_path) not in out.read_text(), "the command has the place of the record"
     assert {"command", "commit", "date", "machine", "versions", "seconds", "settings"} <= result.keys()
-    again = subprocess.run([*command[:2], "--read", str(out)], env=environment, capture_output=True, text=True)
-    assert again.stdout == ran.stdout
+    assert run_bench("exchange.py", "--read", out) == said
     for name in bench.MODES:
         row = programs[name]
         assert row["equal"], f"{name}: {row}"
@@ -64,14 +53,39 @@ def test_a_slower_loopback_is_refused_where_the_tools_are_missing(
 def test_the_ablation_says_what_parts_save_on_several_ranks(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = ["--programs", "ablation", "--worlds", "1,2", *TINY, "--rounds", "1", "--warmup", "0", "--costs", "flops"]
-    command = [sys.executable, str(BENCH / "step.py"), *options, "--json", str(out)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert ran.returncode == 0, ran.stderr
+    said = run_bench("step.py", *options, "--json", out)
     record = json.loads(out.read_text())
-    assert record["worlds"].keys() == {"1", "2"} and "times the baseline, by ranks" in ran.stdout
+    assert record["worlds"].keys() == {"1", "2"} and "times the baseline, by ranks" in said
     for world, found in record["worlds"].items():
         for name, row in found["programs"].items():
             assert row["error"] < 1e-4, f"{name} on {world} ranks"
             assert row["step"] == pytest.approx(row["ideal"] + row["sent"] + row["rest"])
         saved = record["saved"][f"{world} ranks, exposed CPU"]
         assert saved["owners"]["times"] == pytest.approx(saved["sequential everywhere"]["ms"] / saved["owners"]["ms"])
+
+
+@pytest.mark.slow
+def test_all_ways_are_right_and_owners_send_what_the_article_says(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    sizes = ["--count", "3", "--side", "16", "--rows", "16", "--cols", "64", "--world", "2", "--rounds", "1"]
+    sizes += ["--warmup", "0", "--costs", "flops"]
+    said = run_bench("ways.py", *sizes, "--json", out)
+    for case, rows in json.loads(out.read_text())["cases"].items():
+        assert list(rows) == ["owner", "replicated", "full_replication", "sharded", "large sharded", "teams", "auto"]
+        for way, row in rows.items():
+            assert row["error"] < 1e-4 and f"{way} " in said, case
+        assert rows["owner"]["seed MB"] == 2 * rows["replicated"]["seed MB"]
+        assert rows["sharded"]["seed NS"] == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P59")
+def test_the_page_says_what_is_counted(tmp_path: Path) -> None:
+    out = tmp_path / "memory.json"
+    run_bench("memory.py", "--json", out, seconds=2 * PROGRAM_SECONDS)
+    counted = json.loads(out.read_text())["rows"]
+    section = (ROOT / "docs" / "how-to" / "memory.md").read_text().split("## How much")[0]
+    said = {name: [float(n) for n in numbers] for name, *numbers in ROW.findall(section)}
+    assert said.keys() == counted.keys()
+    for name, numbers in said.items():  # what is under way at once varies a little
+        assert numbers == pytest.approx(list(counted[name].values()), abs=0.5), name

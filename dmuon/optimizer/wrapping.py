@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -184,7 +185,7 @@ class Wrapping:
                     "the state dict of this one into it; where a forward without backward came before it was built, "
                     "call model.reshard() in between"
                 )
-        lost = [key for key in moved if key in held and not isinstance(held[key], DTensor)]
+        lost = [key for key, now in moved.items() if key in held and _mesh_of(now) == _mesh_of(held[key])]
         found = [
             key for key in lost if (now := moved[key]) is not None and now.grad is not None and id(now) not in held
         ]
@@ -217,9 +218,15 @@ def _is_ddp(module: object) -> TypeGuard[nn.parallel.DistributedDataParallel]:
     return issubclass(type(module), nn.parallel.DistributedDataParallel)
 
 
+def _mesh_of(param: Tensor | None) -> DeviceMesh | None:
+    """Between forward and backward FSDP2 shows parameters over another one, or over none."""
+    return param.device_mesh if isinstance(param, DTensor) else None
+
+
 def _dimensions(param: Tensor | None) -> int:
-    """Of the mesh. Between forward and backward FSDP2 shows parameters of fewer."""
-    return param.device_mesh.ndim if isinstance(param, DTensor) else 0
+    """Of the mesh."""
+    mesh = _mesh_of(param)
+    return 0 if mesh is None else mesh.ndim
 
 
 # -- where matrices live ----------------------------------------------------------------------------------------------

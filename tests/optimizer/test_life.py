@@ -113,6 +113,24 @@ def test_parameters_that_were_replaced_are_named(stale: bool) -> None:
     assert_equal_weights(dict(model.state_dict()), before, 0.0)
 
 
+@pytest.mark.pitfall("P88")
+@pytest.mark.parametrize("cut", [by_fsdp, by_tp], ids=lambda cut: cut.__name__)
+@pytest.mark.parametrize("some", ["", "blocks.1."])
+@on_ranks(2)
+def test_shards_that_were_replaced_are_named(
+    rank: int, world: int, cut: Callable[[Network], nn.Module], some: str
+) -> None:
+    """FSDP2 goes on with what took their place."""
+    model = build(hidden=28)
+    cut(model)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, [0])
+    new = {name: value.clone() for name, value in model.state_dict().items() if name.startswith(some)}
+    model.load_state_dict(new, assign=True, strict=False)
+    with pytest.raises(RuntimeError, match=rf"'{some or 'embed.'}\S+' is no longer the one that its module holds"):
+        train(model, optimizer, [1])
+
+
 # -- a step that is refused changes nothing ------------------------------------------------------------------------
 
 

@@ -183,7 +183,8 @@ class Wrapping:
                     f"parameter {names[key]!r} was cut by fully_shard or tensor parallelism since the optimizer was "
                     "built, which would train what the model no longer holds: build the optimizer after that, and load "
                     "the state dict of this one into it; where a forward without backward came before it was built, "
-                    "call model.reshard() in between"
+                    "call model.reshard() in between; under reshard_after_forward=2, or more, where one came before "
+                    "this step, call reshard() of each module of FSDP2 behind it"
                 )
         lost = [key for key, now in moved.items() if key in held and _mesh_of(now) == _mesh_of(held[key])]
         found = [

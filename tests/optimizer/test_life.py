@@ -131,6 +131,26 @@ def test_shards_that_were_replaced_are_named(
         train(model, optimizer, [1])
 
 
+@pytest.mark.pitfall("P24")
+@on_ranks(2, fresh=True)
+def test_a_step_whose_process_groups_were_destroyed_changes_nothing(rank: int, world: int) -> None:
+    """A plain optimizer of the same model goes on from the state of this one."""
+    model = build()
+    program = DistributedDataParallel(model)
+    optimizer = dmuon.Muon(program, **OPTIONS)
+    train(program, optimizer, range(2), rank, world)
+    optimizer.zero_grad()
+    dist.destroy_process_group()
+    loss_of(model, *batch(2)).backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"ranks 0 1 exchange was destroyed since the optimizer was built"):
+            optimizer.step()
+    after = dmuon.Muon(model, **OPTIONS)
+    after.load_state_dict(optimizer.state_dict())
+    after.step()
+    assert_equal_weights(dict(model.state_dict()), reference_weights(3))
+
+
 # -- a step that is refused changes nothing ------------------------------------------------------------------------
 
 

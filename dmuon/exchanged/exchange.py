@@ -27,7 +27,7 @@ from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_repl
 from dmuon.layout.topology import GlobalRank, listed
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of, spec_of
 from dmuon.planning.device_key import NsOptions
-from dmuon.platform.torch_private import local_tensor
+from dmuon.platform.torch_private import has_group, local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
 from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import FusedRound
@@ -283,9 +283,16 @@ class Exchange(Residency):
         Raises:
             Exception: ``fault``, of which the other ranks hear.
             CollectiveError: the ranks issued different collectives before.
-            RuntimeError: layouts changed on some ranks only, another rank takes no step, or copies of the same part
-                differ in whether they have a gradient.
+            RuntimeError: layouts changed on some ranks only, another rank takes no step, copies of the same part
+                differ in whether they have a gradient, or the process groups were destroyed.
         """
+        for domain, _ in self.domains:
+            if not has_group(domain.group):
+                raise RuntimeError(
+                    f"rank {self._rank}: the process group by which ranks {listed(domain.ranks, ' ')} exchange was "
+                    "destroyed since the optimizer was built: lay out the model over those that there are now, if "
+                    "any, build an optimizer after that, and load the state dict of this one into it"
+                )
         layouts, present = layouts_and_gradients(self.params)
         if layouts != self._laid_out:
             changed, present = True, set()

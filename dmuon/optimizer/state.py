@@ -389,12 +389,20 @@ def _loading_faults(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str,
             check_options({**completed(theirs, ours), "params": ours["params"]})
         except (TypeError, ValueError) as error:
             yield f"group {index} of the saved optimizer: {error}"
-        for key in () if ours["use_muon"] else theirs["params"]:
-            if (fault := _state_fault(states.get(key, {}))) is not None:
+        for key in theirs["params"]:
+            if (fault := _state_fault(states.get(key, {}), ours["use_muon"])) is not None:
                 yield f"group {index}: {fault}"
 
 
-def _state_fault(state: Mapping[str, Any]) -> str | None:
+def _state_fault(state: Mapping[str, Any], use_muon: bool) -> str | None:
+    foreign, own = (MOMENTS[0], MOMENTUM) if use_muon else (MOMENTUM, MOMENTS[0])
+    if state.get(own) is None and state.get(foreign) is not None:  # of who has both, FSDP1 gathered those of all
+        return (
+            f"{foreign} is in the saved state of a parameter that {'Muon' if use_muon else 'AdamW'} takes here, and "
+            f"{own} is not: leave out the state of such parameters, which begins anew, or route them as they were"
+        )
+    if use_muon:
+        return None
     missing = [name for name in _ADAMW_STATE if state.get(name) is None]
     if 0 < len(missing) < len(_ADAMW_STATE):
         return f"{missing[0]} is missing in the saved state, which has others; remove these too, or save it again"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -176,9 +177,10 @@ class Wrapping:
                     f"parameter {names[key]!r} was cut by fully_shard or tensor parallelism since the optimizer was "
                     "built, which would train what the model no longer holds: build the optimizer after that, and load "
                     "the state dict of this one into it; where a forward without backward came before it was built, "
-                    "call model.reshard() in between"
+                    "call model.reshard() in between; under reshard_after_forward=2, or more, where one came before "
+                    "this step, call reshard() of each module of FSDP2 behind it"
                 )
-        lost = [key for key in moved if key in held and not isinstance(held[key], DTensor)]
+        lost = [key for key, now in moved.items() if key in held and _mesh_of(now) == _mesh_of(held[key])]
         found = [
             key for key in lost if (now := moved[key]) is not None and now.grad is not None and id(now) not in held
         ]
@@ -233,9 +235,15 @@ class Wrapping:
         return found
 
 
+def _mesh_of(param: Tensor | None) -> DeviceMesh | None:
+    """Between forward and backward FSDP2 shows parameters over another one, or over none."""
+    return param.device_mesh if isinstance(param, DTensor) else None
+
+
 def _dimensions(param: Tensor | None) -> int:
-    """Of the mesh. Between forward and backward FSDP2 shows parameters of fewer."""
-    return param.device_mesh.ndim if isinstance(param, DTensor) else 0
+    """Of the mesh."""
+    mesh = _mesh_of(param)
+    return 0 if mesh is None else mesh.ndim
 
 
 # -- what FSDP1 has flattened: where the pieces lie, and the shapes before, by which parameters are routed -------------

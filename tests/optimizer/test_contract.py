@@ -251,6 +251,8 @@ DAMAGE: dict[str, Any] = {
     "a step that is a word": with_state(9, {**WHOLE, "step": "a"}),
     "steps": with_state(9, {**WHOLE, "step": torch.ones(3)}),
     "moments of another shape": with_state(9, 12),
+    "AdamW's state of a matrix": with_state(0, {**HALF, **{name: torch.zeros(13, 13) for name in WHOLE}}),
+    "momentum of AdamW's": with_state(9, {"momentum_buffer": torch.zeros(17, 13)}),
 }
 
 

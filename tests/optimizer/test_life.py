@@ -106,6 +106,44 @@ def test_parameters_that_were_replaced_are_named(stale: bool) -> None:
     assert_equal_weights(dict(model.state_dict()), before, 0.0)
 
 
+@pytest.mark.pitfall("P88")
+@pytest.mark.parametrize("cut", [by_fsdp, by_tp], ids=lambda cut: cut.__name__)
+@pytest.mark.parametrize("some", ["", "blocks.1."])
+@on_ranks(2)
+def test_shards_that_were_replaced_are_named(
+    rank: int, world: int, cut: Callable[[Network], nn.Module], some: str
+) -> None:
+    """FSDP2 goes on with what took their place."""
+    model = build(hidden=28)
+    cut(model)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, [0])
+    new = {name: value.clone() for name, value in model.state_dict().items() if name.startswith(some)}
+    model.load_state_dict(new, assign=True, strict=False)
+    with pytest.raises(RuntimeError, match=rf"'{some or 'embed.'}\S+' is no longer the one that its module holds"):
+        train(model, optimizer, [1])
+
+
+@pytest.mark.pitfall("P24")
+@on_ranks(2, fresh=True)
+def test_a_step_whose_process_groups_were_destroyed_changes_nothing(rank: int, world: int) -> None:
+    """A plain optimizer of the same model goes on from the state of this one."""
+    model = build()
+    program = DistributedDataParallel(model)
+    optimizer = dmuon.Muon(program, **OPTIONS)
+    train(program, optimizer, range(2), rank, world)
+    optimizer.zero_grad()
+    dist.destroy_process_group()
+    loss_of(model, *batch(2)).backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"ranks 0 1 exchange was destroyed since the optimizer was built"):
+            optimizer.step()
+    after = dmuon.Muon(model, **OPTIONS)
+    after.load_state_dict(optimizer.state_dict())
+    after.step()
+    assert_equal_weights(dict(model.state_dict()), reference_weights(3))
+
+
 # -- a step that is refused changes nothing ------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dmuon.kernels import momentum_update, normalized_update
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.scaling import EPS, Arrived, Scaling, joined, over_norms
+from dmuon.step.scaling import EPS, Arrived, Scaling, fold_moments, joined, over_norms
 
 
 class ElementMoments(Scaling):
@@ -53,7 +53,10 @@ class ElementMoments(Scaling):
             if one.update is not None:
                 found = torch.zeros_like(one.update, dtype=one.batch.dtype)
                 for run in one.runs:
-                    found[one.rows(run)] = self._folded(group, one, run, one.update[one.rows(run)].to(found.dtype))
+                    update = one.update[one.rows(run)].to(found.dtype)
+                    moments = [self.moments[id(param)] for param in one.batch.params[slice(*run)]]
+                    folded = fold_moments(one.batch, moments, update.square(), group["second_moment_beta"])
+                    found[one.rows(run)] = update / folded.sqrt_().add_(EPS)
                 of_batch.copy_(torch.linalg.vector_norm(found, dim=(1, 2))).square_()
             scaled.append(found)
             norms.append(of_batch)
@@ -62,14 +65,6 @@ class ElementMoments(Scaling):
         for one, found, of_batch in zip(arrived, scaled, norms, strict=True):
             if one.update is not None and found is not None:
                 one.update = found.mul_(over_norms(one.batch.shape, of_batch).view(-1, 1, 1)).to(one.update.dtype)
-
-    def _folded(self, group: Mapping[str, Any], one: Arrived, run: tuple[int, int], update: Tensor) -> Tensor:
-        """Fold squares into the moments of some parameters; the updates over the roots of these."""
-        moments = [self.moments[id(param)] for param in one.batch.params[slice(*run)]]
-        parts = one.batch.split(moments)
-        torch._foreach_lerp_(parts, list(update.square().unbind(0)), 1 - group["second_moment_beta"])
-        one.batch.put(moments, parts)
-        return update / torch.stack(parts).sqrt_().add_(EPS)
 
 
 def of_signs(

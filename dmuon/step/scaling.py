@@ -105,6 +105,16 @@ def joined(arrived: Sequence[Arrived], terms: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+def fold_moments(batch: Batch, moments: Sequence[Tensor], values: Tensor, beta: float) -> Tensor:
+    """Fold ``values``, ``(k, …)``, into moments of some parameters, which lie as ``batch`` does; what they are then."""
+    parts = batch.split(moments)
+    if not parts:  # matrices of which this rank has nothing
+        return values
+    torch._foreach_lerp_(parts, list(values.unbind(0)), 1 - beta)
+    batch.put(moments, parts)
+    return torch.stack(parts)
+
+
 def over_norms(shape: tuple[int, int], squared_norms: Tensor) -> Tensor:
     """By what matrices of ``shape`` are multiplied to have the norm of an orthogonal factor; zeros stay zeros."""
     norms = squared_norms.sqrt()

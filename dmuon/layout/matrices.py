@@ -58,20 +58,15 @@ class Route:
         here = len(self.senders) == len(self.receivers) == 1 and self.senders.keys() == self.receivers.keys()
         return bool(self.senders) and not here
 
-    def numel_out(self, position: Position) -> dict[Position, int]:
-        """Elements that the rank at ``position`` sends to each other one."""
-        if position not in self.senders:
-            return {}
-        return {to: self._numel(position, to) for to in self.receivers if to != position}
+    def numel_out(self, position: Position) -> int:
+        """Elements that the rank at ``position`` sends to others."""
+        others = self.receivers.keys() - {position} if position in self.senders else ()
+        return self.count * sum(self.piece(position, to).numel for to in others)
 
-    def numel_in(self, position: Position) -> dict[Position, int]:
-        """Elements that the rank at ``position`` gets from each other one."""
-        if position not in self.receivers:
-            return {}
-        return {of: self._numel(of, position) for of in self.senders if of != position}
-
-    def _numel(self, sender: Position, receiver: Position) -> int:
-        return self.count * self.piece(sender, receiver).numel
+    def numel_in(self, position: Position) -> int:
+        """Elements that the rank at ``position`` gets from others."""
+        others = self.senders.keys() - {position} if position in self.receivers else ()
+        return self.count * sum(self.piece(of, position).numel for of in others)
 
 
 @dataclass(frozen=True)

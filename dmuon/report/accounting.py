@@ -1,25 +1,48 @@
-"""What a rank should hold and send: sums over the rows of ``dmuon.layout.messages``, and memory."""
+"""What a rank should hold, and send in a step: a table with a row for each message, and its sums.
+
+Predictions for machines that are not there (``dmuon.tools.simulation``) have sums of their own. docs/communication.md
+says the same in words.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from dmuon.dedicated.buffer import OwnedBuffer, fills_wait
 from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.runtime import Runtime
-from dmuon.layout.buffer import Spans
-from dmuon.layout.messages import Message, parcel_messages, region_messages
+from dmuon.layout.buffer import Spans, Transport
 from dmuon.optimizer.muon import Muon
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import make_batches
 from dmuon.step.rounds import ExchangedRound
 from dmuon.step.sharded import ShardedRound, variant_of
 from dmuon.step.update import numerics_of
+
+Purpose = Literal["fill", "publish", "reduce", "gather", "scatter", "copy", "sum"]
+
+
+class Message(NamedTuple):
+    """What this rank sends or gets, or takes part in.
+
+    Attributes:
+        purpose: owners' weights to their shard group ("fill") and to replicas ("publish"), gradients to owners
+            ("reduce"); momentum to whom orthogonalizes ("gather"), parts of the update back ("scatter"), and these on
+            from an owner to replicas ("copy"); Gram matrices of slices ("sum").
+        nbytes: of the tensor that travels; where all ranks of a group send, of all of them.
+        calls: collectives that carry this alone. What many messages share is a row without bytes.
+        is_sent: by this rank, to others.
+    """
+
+    purpose: Purpose
+    nbytes: int
+    calls: int = 0
+    is_sent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +149,7 @@ def expected_traffic(
     calls: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for buffer in runtime.buffers:
-        segments, parts = _sizes(buffer.layout.segments), _sizes(buffer.layout.parts(comm.at.s))
-        for message in buffer_messages(buffer, segments, parts, micro_batches, reductions):
+        for message in (row for row in buffer_messages(buffer, micro_batches, reductions) if row.calls):
             calls[message.purpose] += message.calls
             nbytes[message.purpose] += message.nbytes
     if comm.tensor is not None:
@@ -138,7 +160,7 @@ def expected_traffic(
                 continue
             for message in round_messages(round_, group, comm.device):
                 calls["exchange"] += message.calls
-                if message.source != round_.domain.position or message.purpose == "copy":
+                if not message.is_sent or message.purpose == "copy":
                     nbytes["exchange"] += message.nbytes
     return Traffic(dict(calls), dict(nbytes))
 
@@ -159,8 +181,7 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
             raise TypeError("gather_fn and redistribute_fn of the distributed_config are a user's own: count them")
         for message in round_messages(round_, optimizer.param_groups[round_.index], round_.batches[0].device):
             calls += message.calls
-            way = sent if message.source == round_.domain.position else received
-            way[message.purpose] += message.nbytes
+            (sent if message.is_sent else received)[message.purpose] += message.nbytes
     return ExchangeBudget(
         calls=calls,
         received_before=received["gather"],
@@ -172,28 +193,24 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
     )
 
 
-def buffer_messages(
-    buffer: OwnedBuffer,
-    segments: Mapping[int, int],
-    parts: Mapping[int, int],
-    micro_batches: int = 1,
-    reductions: int = 1,
-) -> Iterator[Message]:
-    """What this rank takes part in for what a buffer holds, or for some of it.
-
-    Args:
-        segments: elements by shard.
-        parts: elements by replica, of this rank's shard.
-    """
+def buffer_messages(buffer: OwnedBuffer, micro_batches: int, reductions: int) -> Iterator[Message]:
+    """What this rank takes part in for what a buffer holds."""
     comm, layout = buffer.comm, buffer.layout
     weight, gradient = _itemsize(buffer), buffer.reduce_dtype.itemsize
     if comm.row is not None:
         fills = 1 if buffer.keep else 2 * micro_batches
-        yield from region_messages("fill", "shard group", layout.row, segments, weight, fills)
-        yield from region_messages("reduce", "shard group", layout.row, segments, gradient, reductions)
+        yield _region("fill", layout.row, layout.segments, weight, fills)
+        yield _region("reduce", layout.row, layout.segments, gradient, reductions)
     if comm.column is not None:
-        yield from region_messages("publish", "replicate group", layout.column, parts, weight, 1)
-        yield from region_messages("reduce", "replicate group", layout.column, parts, gradient, reductions)
+        parts = layout.parts(comm.at.s)
+        yield _region("publish", layout.column, parts, weight, 1)
+        yield _region("reduce", layout.column, parts, gradient, reductions)
+
+
+def _region(purpose: Purpose, transport: Transport, spans: Spans, itemsize: int, times: int) -> Message:
+    """What owners send of a flat region, or get of its gradients, so many ``times`` in a step."""
+    calls = 1 if transport == "single" else len(spans.filled)
+    return Message(purpose, times * spans.size * itemsize, times * calls)
 
 
 def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: torch.device) -> Iterator[Message]:
@@ -207,21 +224,18 @@ def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: tor
     numerics = numerics_of(group, dtype, device)
     normalized = strategy == "sharded" or (numerics.sent_normalized and strategy != "full_replication")
     before, after = (numerics.storage if normalized else dtype).itemsize, numerics.storage.itemsize
-    for parcel in round_.parcels:
-        yield from (m for m in parcel_messages(parcel, position, before, after) if m.purpose != "copy")
+    ways: tuple[tuple[Purpose, int], ...] = (("gather", before), ("scatter", after))
+    for (purpose, itemsize), routes in zip(ways, zip(*round_.routes, strict=True), strict=True):
+        yield Message(purpose, itemsize * sum(route.numel_out(position) for route in routes), is_sent=True)
+        yield Message(purpose, itemsize * sum(route.numel_in(position) for route in routes))
+        yield Message(purpose, 0, int(any(route.travels for route in routes)))
     for load in round_.copies.loads:  # what goes on to copies is padded where it travels together
-        yield Message("copy", "domain", position, None, load.numel_out * after, load.calls)
-        yield Message("copy", "domain", None, position, (load.numel - load.numel_out) * after)
-    yield Message("gather", "domain", None, None, 0, int(any(before.travels for before, _ in round_.routes)))
-    yield Message("scatter", "domain", None, None, 0, int(any(after.travels for _, after in round_.routes)))
+        yield Message("copy", load.numel_out * after, load.calls, is_sent=True)
+        yield Message("copy", (load.numel - load.numel_out) * after)
     here = [one for one in round_.batches if one.parcel.is_for(position)] if isinstance(round_, ShardedRound) else ()
     for batch in here:
         blocks, wide = 1 + len(variant_of(numerics, batch, device).restarts), max(4, numerics.storage.itemsize)
-        yield Message("sum", "team", None, None, blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
-
-
-def _sizes(spans: Spans) -> dict[int, int]:
-    return {position: end - start for position, (start, end) in spans.filled.items()}
+        yield Message("sum", blocks * batch.count * min(batch.shape) ** 2 * wide, blocks)
 
 
 def _itemsize(buffer: OwnedBuffer) -> int:

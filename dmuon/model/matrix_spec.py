@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 Run = tuple[int, int]  # half-open [start, stop)
+Names = Mapping[int, str]  # of parameters, by ``id``
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from dmuon.model.makeup import (
     refusal,
     sites_of,
 )
-from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, shape_of, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, Names, is_remembered, remember_spec, shape_of, spec_of
 from dmuon.model.routing import UNINITIALIZED, Exclude, Route, Select, notice, route_parameters
 from dmuon.optimizer.flat_shards import in_original_shapes, note_flat_shards
 from dmuon.optimizer.options import check_half, check_names, check_options
@@ -144,7 +144,7 @@ def groups_from(
     select: Select | None,
     exclude: Exclude | None,
     lr_multipliers: Mapping[str, float] | None,
-    names: Mapping[int, str],
+    names: Names,
 ) -> list[dict[str, Any]]:
     """What the user passed to ``Muon``, as groups that each have a ``use_muon`` flag.
 
@@ -180,7 +180,7 @@ def groups_from(
 
 
 def _multiplied(
-    groups: list[dict[str, Any]], lr_multipliers: Mapping[str, float] | None, names: Mapping[int, str]
+    groups: list[dict[str, Any]], lr_multipliers: Mapping[str, float] | None, names: Names
 ) -> list[dict[str, Any]]:
     """``groups``, of each of which the parameters that have one factor are a group with that ``lr_multiplier``."""
     if lr_multipliers is None:
@@ -333,7 +333,7 @@ def names_of(params: object) -> dict[int, str]:
     return {id(p): canonical_fqn(name) for name, p in inside_ddp(params).named_parameters()}
 
 
-def names_in(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[int, str]:
+def names_in(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[int, str]:
     """A name for each parameter of ``groups``, by ``id``.
 
     Args:

@@ -41,13 +41,15 @@ from dmuon.optimizer.options import (
     check_edited,
     check_functions,
     check_halves,
+    check_scalings,
     check_strategy,
     describe,
+    moments_of,
+    scalings_of,
     strategies_of,
 )
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
-from dmuon.optimizer.scalings import check_scalings, moments_of, scalings_of
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.wrapping import (
     Averagers,

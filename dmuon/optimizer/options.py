@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -16,10 +16,15 @@ from torch import Tensor
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import HALF, check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.layout.matrices import Strategy, team_size
-from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of
+from dmuon.model.matrix_spec import Names, flat_of, is_one_matrix, shape_of
 from dmuon.platform.options import check_flag, is_integer, told_apart
+from dmuon.step.adamuon import ElementMoments
 from dmuon.step.batches import SharedBatch
+from dmuon.step.half_weights import has_master
+from dmuon.step.hyperball import Hyperball
+from dmuon.step.normuon import RowMoments
 from dmuon.step.rounds import Round
+from dmuon.step.scaling import Scaling
 from dmuon.step.update import orthogonalized_by, trial_of
 
 STRATEGIES: tuple[str, ...] = (*get_args(Strategy), "auto")
@@ -89,6 +94,7 @@ _TYPO = 0.85  # likeness from which an unknown name is taken for a mistake: "bet
 _COMPARED = {"use_muon", STRATEGY, *MUON_OPTIONS, *ADAMW_OPTIONS, *_UNSUPPORTED, *_ELSEWHERE}
 _CONSTANT = {bool, int, float, str, type(None), torch.dtype}  # others may change in place, or must not be kept alive
 
+Groups = Sequence[Mapping[str, Any]]  # of an optimizer
 Description = tuple[tuple[str, str], ...]  # of one group: name and value of its options
 
 
@@ -234,11 +240,8 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
     update_scale(group["adjust_lr_fn"], (2, 2))
 
 
-def check_halves(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+def check_halves(groups: Groups, names: Names) -> None:
     """Refuse what is for weights in half precision where there are none.
-
-    Args:
-        names: of the parameters, by ``id``.
 
     Raises:
         ValueError: names one of them.
@@ -274,7 +277,7 @@ def check_half(group: Mapping[str, Any]) -> None:
             )
 
 
-def check_edited(groups: Sequence[Mapping[str, Any]]) -> None:
+def check_edited(groups: Groups) -> None:
     """Refuse what somebody put into the groups of an optimizer.
 
     Raises:
@@ -320,7 +323,7 @@ def _number(value: numbers.Real) -> float:
         return math.inf
 
 
-def check_functions(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round], proven: set[Any]) -> None:
+def check_functions(groups: Groups, rounds: Iterable[Round], proven: set[Any]) -> None:
     """Ask a user's ``adjust_lr_fn`` for all shapes, and try ``orthogonalize`` on a matrix of each that this rank owns.
 
     No weight has changed by then: in a step, a function that fails on one rank would leave others waiting.
@@ -367,7 +370,7 @@ def check_strategy(strategy: object) -> None:
 
 def strategies_of(
     groups: Iterable[Mapping[str, Any]],
-    names: Mapping[int, str],
+    names: Names,
     default: str | Mapping[str, str],
     left: Collection[int],
 ) -> dict[int, str]:
@@ -376,7 +379,6 @@ def strategies_of(
     Of a mapping the first pattern counts that fits the name, as ``fnmatch`` has it.
 
     Args:
-        names: of the parameters, by ``id``.
         default: of groups that do not say.
         left: ids of those that ``dedicate_params`` has left to all ranks together.
 
@@ -421,3 +423,69 @@ def strategies_of(
             if chosen != "owner":
                 found[id(param)] = chosen
     return found
+
+
+# -- members of the family: what scales the updates of a group, and where it cannot -----------------------------------
+
+
+def moments_of(groups: Groups, rounds: Sequence[Round]) -> dict[int, Scaling]:
+    """By number of the group, its second moments, which begin as zeros."""
+    found: dict[int, Scaling] = {}
+    for number, group in enumerate(groups):
+        if group.get("second_moment") is None:
+            continue
+        batches = [batch for round_ in rounds if round_.index == number for batch in round_.batches]
+        held = frozenset[int]().union(*(batch.ids for batch in batches))
+        params = [param for param in group["params"] if param.requires_grad or id(param) in held]
+        by_row = group["second_moment"] == "row"
+        found[number] = RowMoments(params, batches) if by_row else ElementMoments(params)
+    return found
+
+
+def scalings_of(groups: Groups, moments: Mapping[int, Scaling]) -> dict[int, list[Scaling]]:
+    """By number of the group, what scales its updates, in this order."""
+    found = {number: [scaling] for number, scaling in moments.items()}
+    for number, group in enumerate(groups):
+        if group.get("weight_decay_mode") == "hyperball":
+            found.setdefault(number, []).append(Hyperball())
+    return found
+
+
+def check_scalings(groups: Groups, rounds: Sequence[Round], names: Names, clipped: Set[int]) -> None:
+    """Refuse what scales updates of matrices of which it cannot know where they lie, or what else changes them.
+
+    Args:
+        clipped: ids of those that QK-clip scales.
+
+    Raises:
+        ValueError: names group or parameter.
+    """
+    for round_ in rounds:
+        group = groups[round_.index]
+        on_sphere = group.get("weight_decay_mode") == "hyperball"
+        if not (on_sphere or group.get("second_moment") is not None):
+            continue
+        option = "weight_decay_mode='hyperball'" if on_sphere else "second_moment"
+        if not round_.scales:
+            raise ValueError(
+                f"{option} of group {round_.index}: in a {type(round_).__name__} dmuon does not know where the rows of "
+                f"matrices lie; leave {option} out, or gather_fn and redistribute_fn of your own"
+            )
+        for batch in round_.batches:
+            for param in batch.params:
+                name = repr(names[id(param)])
+                if flat_of(param) is not None:
+                    raise ValueError(
+                        f"{option} for {name}, of which FSDP1 has a flat shard on each rank, and no rows: leave "
+                        f"{option} out, or use torch's fully_shard (FSDP2)"
+                    )
+                if on_sphere and param.dtype != batch.dtype and not has_master(group, param):
+                    raise ValueError(
+                        f"{option} for {name}, whose weights are {param.dtype}: rounding would let their norm grow. "
+                        f"Keep them in {batch.dtype}, with FSDP2 by a MixedPrecisionPolicy, or let the optimizer keep "
+                        "master_weights=True, or use dedicate_params"
+                    )
+                if on_sphere and id(param) in clipped:
+                    raise ValueError(
+                        f"{option} for {name}, whose norm qk_clip changes: give it a group of its own with another mode"
+                    )

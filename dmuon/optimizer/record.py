@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dmuon.comm.norm import all_reduce
+from dmuon.model.matrix_spec import Names
 from dmuon.step.residency import Residency
 from dmuon.step.update import Done, MatrixStats, StepRecord, Terms, stats_of
 
@@ -43,12 +44,8 @@ class StepStats:
     qk_clipped: int = 0
 
 
-def step_stats(done: Sequence[Done], seconds: dict[str, float], overlapped: int, names: Mapping[int, str]) -> StepStats:
-    """Of the updates ``done``. Waits for an accelerator.
-
-    Args:
-        names: of parameters, by ``id``.
-    """
+def step_stats(done: Sequence[Done], seconds: dict[str, float], overlapped: int, names: Names) -> StepStats:
+    """Of the updates ``done``. Waits for an accelerator."""
     variants: dict[tuple[int, int], str] = {}
     nonfinite = []
     for one in done:
@@ -77,14 +74,10 @@ class MatrixRecord:
     def __init__(self) -> None:
         self._step: StepRecord | None = None
         self._residencies: Sequence[Residency] = ()
-        self._names: Mapping[int, str] = {}
+        self._names: Names = {}
 
-    def fill(self, step: StepRecord, residencies: Sequence[Residency], names: Mapping[int, str]) -> None:
-        """A step has been taken.
-
-        Args:
-            names: of parameters, by ``id``.
-        """
+    def fill(self, step: StepRecord, residencies: Sequence[Residency], names: Names) -> None:
+        """A step has been taken."""
         self._step, self._residencies, self._names = step, list(residencies), names
 
     def local(self) -> dict[str, MatrixStats]:

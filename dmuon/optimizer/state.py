@@ -18,7 +18,7 @@ from dmuon.dedicated.state_dict import describe
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
-from dmuon.model.matrix_spec import flat_of, remember_spec, spec_of
+from dmuon.model.matrix_spec import Names, flat_of, remember_spec, spec_of
 from dmuon.optimizer.options import RARE, STRATEGY, check_options
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
@@ -145,7 +145,7 @@ class Momentum:
     def __init__(self) -> None:
         self.shown: dict[int, Tensor] = {}
         self._rows: list[_Row] = []
-        self._names: Mapping[int, str] = {}
+        self._names: Names = {}
         self.replaced: list[tuple[_Row, Tensor | None]] = []
         self._residencies: list[Residency] = []
         self._loaded: dict[Tensor, dict[str, Any]] = {}  # state of AdamW that is wider than its parameter
@@ -154,7 +154,7 @@ class Momentum:
         self,
         residencies: Sequence[Residency],
         params: Iterable[Tensor],
-        names: Mapping[int, str],
+        names: Names,
         stacked: Mapping[int, Tensor],
         second_moments: Mapping[int, Scaling],
         masters: Mapping[int, Tensor],
@@ -165,7 +165,6 @@ class Momentum:
 
         Args:
             params: of Muon, in the order of the groups, which is the same on all ranks.
-            names: by ``id`` of the parameter.
             stacked: by ``id``, this rank's momentum, for all parameters of which it has any.
             second_moments: by number of the group, if it has them.
             masters: by ``id``, this rank's, for all parameters that have one.

@@ -25,7 +25,7 @@ from dmuon.dedicated.runtime import runtime_of
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
-from dmuon.model.matrix_spec import fault_of, flat_of
+from dmuon.model.matrix_spec import Names, fault_of, flat_of
 from dmuon.optimizer.flat_shards import fault_of_flat
 from dmuon.optimizer.state import Origin
 from dmuon.planning.device_key import NsOptions
@@ -144,11 +144,8 @@ class Wrapping:
                 return True
         return False
 
-    def follow(self, groups: _Groups, names: Mapping[int, str]) -> bool:
+    def follow(self, groups: _Groups, names: Names) -> bool:
         """Look once more; tells whether DDP copies parameters that it did not copy before.
-
-        Args:
-            names: of parameters, by ``id``.
 
         Raises:
             RuntimeError: the model trains other parameters than those in ``groups``.
@@ -173,7 +170,7 @@ class Wrapping:
             )
         return True
 
-    def _require_held(self, moved: Mapping[int, Tensor | None], groups: _Groups, names: Mapping[int, str]) -> None:
+    def _require_held(self, moved: Mapping[int, Tensor | None], groups: _Groups, names: Names) -> None:
         """Raise RuntimeError where a step would train nothing, or what no module holds, in place of the model."""
         held = {id(p): p for group in groups for p in group["params"]}
         for key, now in moved.items():
@@ -227,7 +224,7 @@ def _dimensions(param: Tensor | None) -> int:
 
 def find_residencies(
     params: Sequence[Tensor],
-    names: Mapping[int, str],
+    names: Names,
     origin: Origin,
     device: torch.device,
     last: Exchange | None,
@@ -239,7 +236,6 @@ def find_residencies(
     Collective, as building the optimizer is.
 
     Args:
-        names: by ``id``.
         device: in case that there are no parameters.
         last: how the optimizer exchanged some before.
         ns: how it orthogonalizes.
@@ -292,11 +288,10 @@ class Averagers:
         """Parameters are laid out anew."""
         self._frozen = None
 
-    def check(self, groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], *, by_user: bool) -> None:
+    def check(self, groups: Iterable[Mapping[str, Any]], names: Names, *, by_user: bool) -> None:
         """Look once for each layout, and when something is trained that was frozen and that nobody averages.
 
         Args:
-            names: of the parameters, by ``id``.
             by_user: a configuration was given.
 
         Raises:
@@ -323,7 +318,7 @@ class Averagers:
         self._frozen = [param for param in alone if not param.requires_grad]
 
 
-def _tell(trained: Sequence[Tensor], dtensors: set[int], names: Mapping[int, str]) -> None:
+def _tell(trained: Sequence[Tensor], dtensors: set[int], names: Names) -> None:
     gc.collect()
     modules = all_living(nn.Module)
     left = {id(param) for module in modules for param in left_by_ddp(module)}

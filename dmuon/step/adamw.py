@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from dmuon.model.matrix_spec import Names
 from dmuon.platform.torch_private import local_tensor, share_spec
 from dmuon.step.half_weights import (
     MASTER,
@@ -75,7 +76,7 @@ class AdamWUpdate:
         cls,
         group: Mapping[str, Any],
         state: Mapping[Tensor, MutableMapping[str, Any]],
-        names: Mapping[int, str],
+        names: Names,
         places: Places,
     ) -> AdamWUpdate:
         """Lay out what the kernel walks, which checks neither sizes nor strides; update nothing yet.
@@ -84,7 +85,6 @@ class AdamWUpdate:
 
         Args:
             state: empty where it was cleared; parameters without a gradient may have none.
-            names: of parameters, by ``id``.
             places: of those that are rounded stochastically.
 
         Raises:

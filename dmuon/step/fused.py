@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from dmuon.model.matrix_spec import Names
 from dmuon.platform.torch_private import before_unshard, unshards_as_usual
 from dmuon.step.rounds import ExchangedRound, Step, WholeNorms, join_norms
 
@@ -39,15 +40,12 @@ class Deferred:
     Args:
         rounds: in the order in which they run, whichever is asked for.
         blocks: by ``id`` of the parameter, what FSDP2 unshards it with, and a module of that.
-        names: of parameters, by ``id``.
 
     Raises:
         ValueError: FSDP2 unshards one with nothing.
     """
 
-    def __init__(
-        self, rounds: Sequence[FusedRound], blocks: Mapping[int, tuple[Any, nn.Module]], names: Mapping[int, str]
-    ) -> None:
+    def __init__(self, rounds: Sequence[FusedRound], blocks: Mapping[int, tuple[Any, nn.Module]], names: Names) -> None:
         self._rounds = rounds
         self._waiting: dict[int, Iterator[bool]] = {}  # by number of the round
         self._last: dict[int, tuple[Any, int]] = {}  # a block, and the last round that it waits for

@@ -20,7 +20,7 @@ from dmuon.comm.process_groups import this_rank
 from dmuon.layout.matrices import local_regions
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.topology import position_in
-from dmuon.model.matrix_spec import spec_of
+from dmuon.model.matrix_spec import Names, spec_of
 from dmuon.platform.torch_private import contiguous_strides, lies_evenly, local_tensor, share_spec, spec_like
 from dmuon.solver import unmeasured_batch
 from dmuon.step.adamuon import ElementMoments
@@ -72,13 +72,12 @@ class Residency(ABC):
             batches: made of :meth:`tasks`, for each group of the optimizer.
         """
 
-    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
+    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Names) -> None:
         """Let ranks that share parameters compare who is in which group, and its options, with votes that they send.
 
         Args:
             options: a method, which is asked before every vote as long as its object lives.
             groups: the parameters of each group.
-            names: of them, by ``id``.
         """
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ def lay_out(groups: Sequence[Mapping[str, Any]], residencies: Iterable[Residency
     return rounds
 
 
-def memberships(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> list[tuple[str, str]]:
+def memberships(groups: Sequence[Sequence[Tensor]], names: Names) -> list[tuple[str, str]]:
     """In which group each parameter is, and at which place of it, to be compared by name; and that no other one is.
 
     What has no name of its own is called by its place, which ranks share that have the same ones.
@@ -331,13 +330,10 @@ def laid_out(
     return like_param(param, part)
 
 
-def align_gradients(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+def align_gradients(groups: Iterable[Mapping[str, Any]], names: Names) -> None:
     """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise.
 
     Sparse ones, which no module has announced, become dense, and whole ones of sharded parameters are cut.
-
-    Args:
-        names: of parameters, by ``id``.
 
     Raises:
         ValueError: one cannot be its parameter's. The others are laid out: other ranks may take part in that.

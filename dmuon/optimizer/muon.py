@@ -19,7 +19,6 @@ from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Exclude, Select
-from dmuon.optimizer.flat_shards import fault_of_flat
 from dmuon.optimizer.groups import (
     as_group,
     carry_over,
@@ -56,6 +55,7 @@ from dmuon.optimizer.wrapping import (
     Wrapping,
     blocks_of_fsdp,
     check_moment,
+    fault_of_flat,
     find_residencies,
     replicated_by_ddp,
 )

@@ -1,4 +1,4 @@
-"""What users do to a model before or after they build its optimizer: DDP copies parameters.
+"""What users do to a model before or after they build its optimizer: DDP copies parameters, FSDP1 flattens them.
 
 So it is here that an optimizer finds where its matrices live, and who averages the gradients of each trained
 parameter over ranks: exactly one that is known, or the user hears of it.
@@ -8,34 +8,45 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.process_groups import this_rank
+from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
 from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies, planned_ns, sharded_together
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
-from dmuon.model.matrix_spec import Names, fault_of, flat_of
-from dmuon.optimizer.flat_shards import fault_of_flat
+from dmuon.model.matrix_spec import (
+    FlatShard,
+    Names,
+    fault_of,
+    flat_of,
+    is_remembered,
+    remember_flat,
+    remember_spec,
+    spec_of,
+)
 from dmuon.optimizer.state import Origin
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.host import all_living
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (
+    FlatUnit,
     current_backward,
     ddp_wraps,
     flat_unit,
     flattened_by_fsdp1,
+    has_group,
     left_by_ddp,
     managed_by_fsdp,
     reduced_by_ddp,
@@ -81,17 +92,9 @@ def _copied_by(modules: Iterable[nn.Module]) -> dict[int, dist.ProcessGroup]:
         if unit is not None and not unit.sharded and unit.group.size() > 1:  # FSDP1 with NO_SHARD
             copies |= {id(param): unit.group for param, *_ in unit.members}
         group = replicate_group(module)
-        if group is None or not _is_alive(group):
-            continue
-        copies |= {id(param): group for param in reduced_by_ddp(module)}
+        if group is not None and has_group(group):
+            copies |= {id(param): group for param in reduced_by_ddp(module)}
     return copies
-
-
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    try:
-        return dist.get_rank(group) >= 0
-    except (RuntimeError, ValueError):  # it was destroyed
-        return False
 
 
 def blocks_of_fsdp() -> dict[int, tuple[Any, nn.Module]]:
@@ -135,14 +138,6 @@ class Wrapping:
         others = [param for key, param in held.items() if key not in self._sites]
         found = sites_of(others)[1] if others else {}
         self._sites |= {key: (held[key], weakref.ref(at[0][0]), at[0][1]) for key, at in found.items()}
-
-    def is_uneven(self) -> bool:
-        """Whether parameters are in a ``Join`` context."""
-        for ref in self.ddp:
-            module = ref()
-            if module is not None and takes_uneven_inputs(module):
-                return True
-        return False
 
     def follow(self, groups: _Groups, names: Names) -> bool:
         """Look once more; tells whether DDP copies parameters that it did not copy before.
@@ -204,19 +199,131 @@ class Wrapping:
         if self._copies:
             model = None if self._model is None else self._model()
             held = {id(p) for group in groups for p in group["params"]}
-            around = [m for m in ([] if model is None else model.modules()) if _is_ddp(m)]
+            inside = [] if model is None else model.modules()
+            around = [module for module in inside if isinstance(module, nn.parallel.DistributedDataParallel)]
             around = around or all_living(nn.parallel.DistributedDataParallel)
             self.ddp = [weakref.ref(m) for m in around if any(id(p) in held for p in m.parameters())]
         return found
 
 
-def _is_ddp(module: object) -> TypeGuard[nn.parallel.DistributedDataParallel]:
-    return issubclass(type(module), nn.parallel.DistributedDataParallel)
-
-
 def _dimensions(param: Tensor | None) -> int:
     """Of the mesh. Between forward and backward FSDP2 shows parameters of fewer."""
     return param.device_mesh.ndim if isinstance(param, DTensor) else 0
+
+
+# -- what FSDP1 has flattened: where the pieces lie, and the shapes before, by which parameters are routed -------------
+
+_REMEDY = "wrap the model with use_orig_params=True, or use torch's fully_shard (FSDP2)"
+_GATHERED = (
+    "FullyShardedDataParallel (FSDP1) has gathered parameters: build the optimizer, and call step(), outside of "
+    "forward, backward and summon_full_params"
+)
+
+
+def _units(params: Iterable[Tensor]) -> list[FlatUnit]:
+    """What FSDP1 has made of ``params``, by whichever modules that live; in the order of the parameters."""
+    order = {id(param): number for number, param in enumerate(filter(flattened_by_fsdp1, params))}
+    if not order:
+        return []
+    found: dict[int, FlatUnit] = {}
+    for unit in filter(None, map(flat_unit, all_living(FullyShardedDataParallel))):
+        numbers = [order[id(param)] for param, *_ in unit.members if id(param) in order]
+        if numbers:
+            found[min(numbers)] = unit
+    return [found[number] for number in sorted(found)]
+
+
+def note_flat_shards(params: Iterable[Tensor]) -> None:
+    """Let those of ``params`` that FSDP1 has cut know of what they are pieces.
+
+    Collective where ranks hold copies of shards and no mesh says which.
+
+    Raises:
+        ValueError: FSDP1 does not keep the parameters, or they are DTensors.
+    """
+    flattened = list(filter(flattened_by_fsdp1, params))
+    known: set[int] = set()
+    rows: dict[tuple[dist.ProcessGroup, dist.ProcessGroup | None], tuple[tuple[int, ...], ...]] = {}
+    for unit in _units(flattened):
+        known |= {id(param) for param, *_ in unit.members}
+        if unit.tensor_parallel:
+            raise ValueError(
+                "parameters of FullyShardedDataParallel (FSDP1) over tensor parallelism are DTensors cut as one row; "
+                "use torch's fully_shard (FSDP2)"
+            )
+        for param, shape, begin, _ in unit.members if unit.sharded else ():
+            if flat_of(param) is None:
+                groups = unit.group, unit.copies
+                if groups not in rows:
+                    rows[groups] = _rows(unit)
+                remember_flat(param, FlatShard(shape, begin, unit.length, rows[groups]))
+    for tensor in flattened:
+        if id(tensor) not in known:
+            raise ValueError(
+                f"a parameter of shape {tuple(tensor.shape)} was flattened by FullyShardedDataParallel (FSDP1), which "
+                f"does not say of which matrices it is made: {_REMEDY}"
+            )
+
+
+def _rows(unit: FlatUnit) -> tuple[tuple[int, ...], ...]:
+    if unit.copies is None:
+        return (ranks_of(unit.group),)
+    if unit.rows is not None:
+        return tuple(map(tuple, unit.rows))
+    ranks, shards = grid_of_groups({"fsdp": unit.group, "dp": unit.copies}).ranks, unit.group.size()
+    copies = len(ranks) // shards
+    return tuple(tuple(ranks[shard * copies + copy] for shard in range(shards)) for copy in range(copies))
+
+
+def fault_of_flat(params: Iterable[Tensor]) -> ValueError | None:
+    """Why those of ``params`` that FSDP1 has flattened cannot be laid out; None if they can."""
+    for unit in _units(params):
+        for param, *_ in unit.members if unit.sharded else ():
+            if flat_of(param) is None:
+                return ValueError(
+                    "the model was wrapped in FullyShardedDataParallel (FSDP1) since the optimizer was built; build "
+                    "the optimizer after that"
+                )
+            if param.ndim != 1:
+                return ValueError(_GATHERED)
+    return None
+
+
+@contextmanager
+def in_original_shapes(params: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """While inside, modules hold parameters of the shapes before in the place of those of ``params`` that are cut.
+
+    They have no memory. What is remembered of them is, behind, remembered of those whose place they took.
+
+    Returns:
+        By ``id`` of either, the other one.
+
+    Raises:
+        ValueError: modules hold others at the moment.
+    """
+    swap: dict[int, Tensor] = {}
+    held: list[tuple[nn.Module, str, nn.Parameter]] = []
+    pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for unit in _units(params):
+        for param, shape, _, sites in unit.members if unit.sharded else ():
+            stand_in = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), param.requires_grad)
+            if is_remembered(param):
+                remember_spec(stand_in, spec_of(param), fault_of(param))
+            swap |= {id(param): stand_in, id(stand_in): param}
+            held += [(module, name, param) for module, name in sites]
+            pairs.append((param, stand_in))
+    if any(module._parameters.get(name) is not param or param.ndim != 1 for module, name, param in held):
+        raise ValueError(_GATHERED)
+    try:
+        for module, name, param in held:
+            module._parameters[name] = swap[id(param)]  # type: ignore[assignment]
+        yield swap
+    finally:
+        for module, name, param in held:
+            module._parameters[name] = param
+        for param, stand_in in pairs:
+            if is_remembered(stand_in):
+                remember_spec(param, spec_of(stand_in), fault_of(stand_in))
 
 
 # -- where matrices live ----------------------------------------------------------------------------------------------
@@ -274,7 +381,6 @@ def find_residencies(
 # Whole parameters beside those that tensor parallelism cuts have the same gradients on all of its ranks.
 
 _NAMED = 3
-_log = logger(__name__)
 
 
 class Averagers:
@@ -369,7 +475,7 @@ def check_moment(device: torch.device, wrapping: Wrapping, *, copied: bool, para
             f"Muon.step() was called inside backward, in which {who} has not averaged all gradients yet; call step() "
             "when backward() has returned"
         )
-    if wrapping.ddp and wrapping.is_uneven():
+    if any((module := ref()) is not None and takes_uneven_inputs(module) for ref in wrapping.ddp):
         raise RuntimeError(
             "Muon.step() was called inside DistributedDataParallel.join(): ranks that run out of batches leave that "
             "loop, and the others would wait for them in every step; give all ranks the same number of batches"

@@ -13,17 +13,7 @@ from torch.optim.adamw import adamw
 
 from dmuon.model.matrix_spec import Names
 from dmuon.platform.torch_private import local_tensor, share_spec
-from dmuon.step.half_weights import (
-    MASTER,
-    ROUNDING_STEP,
-    Place,
-    Places,
-    has_master,
-    is_rounded,
-    is_widened,
-    new_master,
-    take_edits,
-)
+from dmuon.step.half_weights import MASTER, ROUNDING_STEP, Place, Places, has_master, is_widened, new_master, take_edits
 from dmuon.step.residency import laid_out, like_param
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -62,14 +52,13 @@ class AdamWUpdate:
 
     Attributes:
         rows: what the kernel walks.
-        halves: the same of parameters that are widened, with gradients as they came, and their masters or places.
-        scattered: parameters with gaps between their elements, and what is updated in their place.
+        apart: the same of parameters that are widened, with gradients as they came, and of those with gaps between
+            their elements; and what is updated in their place: masters, dense copies, or what is made by places.
     """
 
     group: Mapping[str, Any]
     rows: list[_Row] = field(default_factory=list)
-    halves: list[tuple[_Row, Tensor | Place]] = field(default_factory=list)
-    scattered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    apart: list[tuple[_Row, Tensor | Place]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -98,49 +87,40 @@ class AdamWUpdate:
             values = state[param]
             if not values:
                 values.update(new_adamw_state(param, group))
-            if widens and is_widened(group, param):
-                update._lay_half(param, values, repr(names[id(param)]), places)
-                continue
-            row = _row_as_it_is(param, values)
+            row = None if widens and is_widened(group, param) else _row_as_it_is(param, values)
             if row is None:
-                row = update._laid_row(param, values, repr(names[id(param)]))
-            update.rows.append(_as_real(row) if row[0].is_complex() else row)
+                update._lay(param, values, repr(names[id(param)]), places)
+            else:
+                update.rows.append(row)
         return update
 
-    def _laid_row(self, param: Tensor, values: MutableMapping[str, Any], name: str) -> _Row:
-        for key in MOMENTS:
-            values[key] = laid_out(param, values.get(key), f"{key} of {name}")
-        values["step"] = as_step(values.get("step", 0.0), param)
-        grad, dense = (laid_out(param, value, f"gradient of {name}") for value in (param.grad, param.detach()))
-        if local_tensor(dense).stride() != local_tensor(param).stride():
-            self.scattered.append((local_tensor(param), local_tensor(dense)))
-        return [local_tensor(t) for t in (dense, grad, *(values[key] for key in MOMENTS), values["step"])]
-
-    def _lay_half(self, param: Tensor, values: MutableMapping[str, Any], name: str, places: Places) -> None:
-        for key in MOMENTS:
-            values[key] = laid_out(param, values.get(key), f"{key} of {name}", dtype=torch.float32)
-        if has_master(self.group, param):
-            if values.get(MASTER) is None:
-                values[MASTER] = like_param(param, new_master(param))
-            values[MASTER] = laid_out(param, values[MASTER], f"{MASTER} of {name}", dtype=torch.float32)
+    def _lay(self, param: Tensor, values: MutableMapping[str, Any], name: str, places: Places) -> None:
+        widened, masters = is_widened(self.group, param), (MASTER,) if has_master(self.group, param) else ()
+        if masters and values.get(MASTER) is None:
+            values[MASTER] = like_param(param, new_master(param))
+        for key in (*MOMENTS, *masters):
+            values[key] = laid_out(param, values.get(key), f"{key} of {name}", dtype=moments_dtype(param, self.group))
         step = values.get("step", 0.0)
-        if (
-            not isinstance(step, Tensor)
-            or (step.shape, step.dtype) != ((), torch.float32)
-            or step.device != param.device
-        ):
+        kind = torch.Size(), torch.float32, param.device
+        if not isinstance(step, Tensor) or (step.shape, step.dtype, step.device) != kind:
             values["step"] = as_step(step, param)
         assert param.grad is not None, "it is updated"
-        grad = laid_out(param, param.grad, f"gradient of {name}", dtype=param.grad.dtype)
+        grad = laid_out(param, param.grad, f"gradient of {name}", dtype=param.grad.dtype if widened else None)
         row = [local_tensor(t) for t in (param, grad, *(values[key] for key in MOMENTS), values["step"])]
-        rounds = is_rounded(self.group, param)
-        self.halves.append((row, places.of(param) if rounds else local_tensor(values[MASTER])))
+        if widened:
+            self.apart.append((row, local_tensor(values[MASTER]) if masters else places.of(param)))
+            return
+        dense = local_tensor(laid_out(param, param.detach(), name))
+        if dense.stride() == row[0].stride():
+            self.rows.append(row)
+        else:
+            self.apart.append((row, dense))
 
     @torch.no_grad()
     def run(self) -> None:
         """Update parameters and state."""
         self._run(self.rows)
-        for (weight, grad, *state), kept in self.halves:  # one by one, as gradients are copied
+        for (weight, grad, *state), kept in self.apart:  # one by one, as gradients are copied
             if isinstance(kept, Place):
                 wide = new_master(weight)
             else:
@@ -151,12 +131,11 @@ class AdamWUpdate:
                 kept.round(weight, wide, self.group[ROUNDING_STEP])
             else:
                 weight.copy_(wide)
-        for param, dense in self.scattered:
-            param.copy_(dense)
 
     def _run(self, rows: Sequence[_Row]) -> None:
         if rows:
-            params, grads, averages, squares, steps = map(list, zip(*rows, strict=True))
+            real = [_as_real(row) if row[0].is_complex() else row for row in rows]
+            params, grads, averages, squares, steps = map(list, zip(*real, strict=True))
             beta1, beta2 = self.group["betas"]
             lr = self.group["lr"]
             if "lr_multiplier" in self.group:

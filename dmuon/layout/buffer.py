@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal
 
 Transport = Literal["auto", "broadcast", "single"]
-
-
 Span = tuple[int, int]  # half-open [start, end) of elements
 
 
 @dataclass(frozen=True, slots=True)
-class Spans(Sequence[Span]):
+class Spans:
     """Neighbouring parts of a flat region, by position on a line of ranks. Of thousands only a few may be filled.
 
     Attributes:
@@ -38,19 +36,14 @@ class Spans(Sequence[Span]):
     def __len__(self) -> int:
         return self.length
 
-    @overload
-    def __getitem__(self, position: int) -> Span: ...
-    @overload
-    def __getitem__(self, position: slice) -> list[Span]: ...
-    def __getitem__(self, position: int | slice) -> Span | list[Span]:
-        if isinstance(position, slice):
-            return [self[i] for i in range(self.length)[position]]
+    def __iter__(self) -> Iterator[Span]:
+        return map(self.__getitem__, range(self.length))
+
+    def __getitem__(self, position: int) -> Span:
         position = range(self.length)[position]
-        if position in self.filled:
-            return self.filled[position]
-        before = [span for at, span in self.filled.items() if at < position]
-        start = before[-1][1] if before else self.start
-        return start, start
+        before = [end for at, (_, end) in self.filled.items() if at < position]
+        empty = before[-1] if before else self.start
+        return self.filled.get(position, (empty, empty))
 
 
 def lay_spans(transport: Transport, sizes: Mapping[int, int], count: int, start: int = 0) -> Spans:
@@ -123,7 +116,11 @@ def make_layout(
         of_shard = sizes.setdefault(s, {})
         inside.append(of_shard.get(r, 0))
         of_shard[r] = of_shard.get(r, 0) + rounded(numel)
-    column = choose_column(wanted, sizes, replicas, shards, backend, resident)
+    column: Transport = "broadcast"
+    if replicas > 1 and resident:  # all columns take the transport of the one that would be padded most
+        columns = [*sizes.values(), *([{}] if len(sizes) < shards else [])]
+        kinds = {choose_transport(wanted, of_shard, replicas, backend) for of_shard in columns}
+        column = kinds.pop() if len(kinds) == 1 else "broadcast"
     lengths = {s: lay_spans(column, of_shard, replicas).size for s, of_shard in sizes.items()}
     row = choose_transport(wanted, lengths, shards, backend) if shards > 1 else "broadcast"
     segments = lay_spans(row, lengths, shards)
@@ -133,23 +130,6 @@ def make_layout(
         for (r, s, numel), offset in zip(matrices, inside, strict=True)
     )
     return BufferLayout(row, column, replicas, slots, segments, parts)
-
-
-def choose_column(
-    wanted: Transport,
-    sizes: Mapping[int, Mapping[int, int]],
-    replicas: int,
-    shards: int,
-    backend: str,
-    resident: bool,
-) -> Transport:
-    """One transport for all columns: the rule's for the column that would be padded most."""
-    if replicas == 1 or not resident:
-        return "broadcast"
-    kinds = {choose_transport(wanted, of_shard, replicas, backend) for of_shard in sizes.values()}
-    if len(sizes) < shards:
-        kinds.add(choose_transport(wanted, {}, replicas, backend))
-    return kinds.pop() if len(kinds) == 1 else "broadcast"
 
 
 _MOST_PADDING = 1.15  # of a padded region over its content

@@ -30,10 +30,9 @@ if TYPE_CHECKING:  # tests/test_import.py holds these against _HOMES
     from dmuon.optimizer.groups import param_groups
     from dmuon.optimizer.muon import Muon
     from dmuon.optimizer.qk_clip import AttentionHeads, QKClip
-    from dmuon.optimizer.record import MatrixRecord, StepStats
+    from dmuon.optimizer.record import MatrixRecord, MatrixStats, StepStats
     from dmuon.planning.owner_plan import OwnerPlan
     from dmuon.report.explain import explain
-    from dmuon.step.update import MatrixStats
 
 __version__ = "0.1.0"
 
@@ -82,10 +81,9 @@ _MODULES = {  # where names are defined that are no modules themselves
     "optimizer.groups": "param_groups",
     "optimizer.muon": "Muon",
     "optimizer.qk_clip": "AttentionHeads QKClip",
-    "optimizer.record": "MatrixRecord StepStats",
+    "optimizer.record": "MatrixRecord MatrixStats StepStats",
     "planning.owner_plan": "OwnerPlan",
     "report.explain": "explain",
-    "step.update": "MatrixStats",
 }
 _REMOVED = {  # and what to write instead
     "rebalanced_plan": "give dedicate_params ranks=[speed, …], as docs/planning.md finds them in a step",

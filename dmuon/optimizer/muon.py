@@ -72,7 +72,7 @@ from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
 from dmuon.step.scaling import Scaling
-from dmuon.step.update import Done, Orthogonalize, StepRecord
+from dmuon.step.update import Done, Orthogonalize
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -636,8 +636,7 @@ class Muon(torch.optim.Optimizer):
             for dedicated in self._dedicated:
                 dedicated.begin_update(outdated)
         asked, self._asked = self._asked, None
-        record = None if asked is None else StepRecord()
-        step = Step(options, present, self._timer, record, self._done, self._scalings)
+        step = Step(options, present, self._timer, None if asked is None else [], self._done, self._scalings)
         if self._deferred is not None:
             self._deferred.begin(step)
         for round_ in self._schedule.drive(step):

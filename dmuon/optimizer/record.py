@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, prod
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dmuon.comm.norm import all_reduce
 from dmuon.model.matrix_spec import Names
 from dmuon.step.residency import Residency
-from dmuon.step.update import Done, MatrixStats, StepRecord, Terms, stats_of
+from dmuon.step.update import Done, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,27 @@ def step_stats(done: Sequence[Done], seconds: dict[str, float], overlapped: int,
         seconds=seconds,
         overlapped=overlapped,
         variants=dict(sorted(variants.items())),
-        nonfinite=tuple(
-            names.get(id(p), "a parameter that no group holds") + ("" if i is None else f"[{i}]") for p, i in nonfinite
-        ),
+        nonfinite=tuple(_name(names, *label) for label in nonfinite),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixStats:
+    """What one step did to one matrix.
+
+    Attributes:
+        update_rms: root mean square of the elements of the update, without weight decay:
+            ``‖W_new - (1 - lr · weight_decay) · W_old‖ / √(mn)``.
+        effective_lr: what the orthogonal factor of the momentum was multiplied by: ``lr``, scaled by shape as
+            ``adjust_lr_fn`` says.
+        weight_norm: ``‖W_new‖``, the Frobenius norm after the step.
+        update_ratio: the norm of the update over that of the weight.
+    """
+
+    update_rms: float
+    effective_lr: float
+    weight_norm: float
+    update_ratio: float
 
 
 class MatrixRecord:
@@ -72,11 +90,11 @@ class MatrixRecord:
     """
 
     def __init__(self) -> None:
-        self._step: StepRecord | None = None
+        self._step: Sequence[Terms] | None = None
         self._residencies: Sequence[Residency] = ()
         self._names: Names = {}
 
-    def fill(self, step: StepRecord, residencies: Sequence[Residency], names: Names) -> None:
+    def fill(self, step: Sequence[Terms], residencies: Sequence[Residency], names: Names) -> None:
         """A step has been taken."""
         self._step, self._residencies, self._names = step, list(residencies), names
 
@@ -92,14 +110,8 @@ class MatrixRecord:
         terms = [one for one in self._terms() if one.numel == one.shape[0] * one.shape[1]]
         if not terms:
             return {}
-        columns = torch.cat([one.columns for one in terms], 1).T.tolist()
-        shapes = [(label, one.shape) for one in terms for label in one.labels]
-        found = {}
-        for ((param, number), shape), column in zip(shapes, columns, strict=True):
-            stats = stats_of(column, shape)
-            assert stats is not None, "it was updated"
-            found[self._name(id(param), number)] = stats
-        return found
+        matrices = [(param, number, one.shape) for one in terms for param, number in one.labels]
+        return self._named(matrices, torch.cat([one.columns for one in terms], 1))
 
     def gather(self) -> dict[str, MatrixStats]:
         """By name, of all matrices that this rank shares with others, and of those that it has alone.
@@ -125,19 +137,43 @@ class MatrixRecord:
                     )
                 if dist.get_world_size(shared.group) > 1:
                     all_reduce(summed, dist.ReduceOp.SUM, shared.group, "statistics")
-                for (param, number, shape), column in zip(shared.matrices, summed.T.tolist(), strict=True):
-                    stats = stats_of(column, shape)
-                    if stats is not None:
-                        found[self._name(id(param), number)] = stats
+                found |= self._named(shared.matrices, summed)
         return found
 
-    def _terms(self) -> list[Terms]:
+    def _terms(self) -> Sequence[Terms]:
         if self._step is None:
             raise RuntimeError(
                 "this record is empty: record_next_step() is for the step that follows, which was not taken or failed"
             )
-        return self._step.terms
+        return self._step
 
-    def _name(self, param: int, number: int | None) -> str:
-        name = self._names.get(param, "a parameter that no group holds")
-        return name if number is None else f"{name}[{number}]"
+    def _named(
+        self, matrices: Sequence[tuple[Tensor, int | None, tuple[int, int]]], columns: Tensor
+    ) -> dict[str, MatrixStats]:
+        """By name, of those that were updated."""
+        stats = [_stats_of(column, matrix[2]) for column, matrix in zip(columns.T.tolist(), matrices, strict=True)]
+        pairs = zip(matrices, stats, strict=True)
+        return {_name(self._names, *matrix[:2]): one for matrix, one in pairs if one is not None}
+
+
+def _name(names: Names, param: Tensor, number: int | None) -> str:
+    name = names.get(id(param), "a parameter that no group holds")
+    return name if number is None else f"{name}[{number}]"
+
+
+def _stats_of(total: Sequence[float], shape: tuple[int, int]) -> MatrixStats | None:
+    """Of one matrix, whatever the number of copies; None of one that was not updated.
+
+    Args:
+        total: a column of :class:`Terms`, over all ranks that hold parts.
+    """
+    update, weight, elements, weighted = total
+    if not elements:
+        return None
+    copies = elements / prod(shape)
+    update_norm, weight_norm = (update / copies) ** 0.5, (weight / copies) ** 0.5
+    if weight_norm:
+        ratio = update_norm / weight_norm
+    else:
+        ratio = float("inf") if update_norm else 0.0
+    return MatrixStats(update_norm / prod(shape) ** 0.5, weighted / elements, weight_norm, ratio)

@@ -39,7 +39,7 @@ from dmuon.step.scaling import Arrived, Scaling, scale
 from dmuon.step.update import (
     Done,
     Numerics,
-    StepRecord,
+    Terms,
     apply,
     fold,
     kernel_of,
@@ -56,7 +56,7 @@ class Step:
     Attributes:
         options: of each group.
         present: ids of the parameters of which some rank has a gradient.
-        record: is told of every update.
+        record: gets the terms of every update.
         done: what was orthogonalized here so far.
         scalings: by number of the group, what is made of updates that have arrived.
     """
@@ -64,7 +64,7 @@ class Step:
     options: Sequence[Mapping[str, Any]]
     present: Set[int]
     timer: PhaseTimer
-    record: StepRecord | None = None
+    record: list[Terms] | None = None
     done: list[Done] = field(default_factory=list)
     scalings: Mapping[int, Sequence[Scaling]] = field(default_factory=dict)
 

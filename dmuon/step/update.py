@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
-from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -190,7 +189,7 @@ def apply(
     timer: PhaseTimer,
     *,
     scale: float | None = None,
-    record: StepRecord | None = None,
+    record: list[Terms] | None = None,
 ) -> None:
     """Subtract ``update``, ``(k, …)``, shaped as this rank's parts, from the weights; ``lr`` must be a float.
 
@@ -198,7 +197,7 @@ def apply(
         run_of: range of the batch's parameters.
         update: or several that are ``k`` together.
         scale: factor on the learning rate; None: as the shape of the whole matrices says.
-        record: is told of update and weights.
+        record: gets the terms of update and weights.
     """
     start, end = run_of
     with timer.phase("apply"):
@@ -235,18 +234,21 @@ def apply(
                 place.round(weight, wide, group[ROUNDING_STEP])
         if batch.region is not None:
             batch.put(weights, stored)
-        if record is not None:
-            stacks = [update] if isinstance(update, Tensor) else update
-            parts = [part for stack in stacks for part in stack.unbind(0)]
+        parts = [] if record is None else _parts(update)
+        if record is not None and parts and parts[0].numel():
             labels = batch.labels[start * batch.each : end * batch.each]
-            record.note(labels, batch.shape, group["lr"] * scale, parts, matrices)
+            record.append(_terms_of(labels, batch.shape, group["lr"] * scale, parts, matrices))
 
 
 def _decay_where_update_does(weights: Sequence[Tensor], update: Tensor | Sequence[Tensor], decay: float) -> None:
     """Multiply by ``1 - decay`` what the update does not take away from zero, as "Cautious Weight Decay" does."""
-    stacks = [update] if isinstance(update, Tensor) else update
-    for weight, part in zip(weights, (part for stack in stacks for part in stack.unbind(0)), strict=True):
+    for weight, part in zip(weights, _parts(update), strict=True):
         weight.sub_(weight * (weight.sign() * part.sign() >= 0), alpha=decay)
+
+
+def _parts(update: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Of each matrix."""
+    return [part for stack in ([update] if isinstance(update, Tensor) else update) for part in stack.unbind(0)]
 
 
 # -- what a step does to single matrices, in numbers that stay on the device until somebody asks for them --------------
@@ -268,69 +270,18 @@ class Terms:
     columns: Tensor
 
 
-class StepRecord:
-    """Terms of all matrices that one step updates, as they come. Nothing waits for an accelerator."""
-
-    def __init__(self) -> None:
-        self.terms: list[Terms] = []
-
-    def note(
-        self,
-        labels: Sequence[Label],
-        shape: tuple[int, int],
-        factor: float,
-        updates: Sequence[Tensor],
-        weights: Sequence[Tensor],
-    ) -> None:
-        """Of ``k`` matrices.
-
-        Args:
-            shape: of each whole matrix.
-            updates: what was subtracted ``factor`` times, this rank's part of each.
-            weights: the parts of the new weights.
-        """
-        if not labels or not updates or not updates[0].numel():
-            return
-        numel = updates[0].numel()
-        of_update = local_terms(list(updates), 2.0, None)
-        of_weight = local_terms(list(weights), 2.0, None)
-        elements = of_update.new_full((len(labels),), float(numel))
-        columns = torch.stack([of_update * factor**2, of_weight, elements, elements * factor])
-        self.terms.append(Terms(tuple(labels), shape, numel, columns))
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixStats:
-    """What one step did to one matrix.
-
-    Attributes:
-        update_rms: root mean square of the elements of the update, without weight decay:
-            ``‖W_new - (1 - lr · weight_decay) · W_old‖ / √(mn)``.
-        effective_lr: what the orthogonal factor of the momentum was multiplied by: ``lr``, scaled by shape as
-            ``adjust_lr_fn`` says.
-        weight_norm: ``‖W_new‖``, the Frobenius norm after the step.
-        update_ratio: the norm of the update over that of the weight.
-    """
-
-    update_rms: float
-    effective_lr: float
-    weight_norm: float
-    update_ratio: float
-
-
-def stats_of(total: Sequence[float], shape: tuple[int, int]) -> MatrixStats | None:
-    """Of one matrix, whatever the number of copies; None of one that was not updated.
+def _terms_of(
+    labels: Sequence[Label], shape: tuple[int, int], factor: float, updates: list[Tensor], weights: Sequence[Tensor]
+) -> Terms:
+    """Of ``k`` matrices. Nothing waits for an accelerator.
 
     Args:
-        total: a column of :class:`Terms`, over all ranks that hold parts.
+        shape: of each whole matrix.
+        updates: what was subtracted ``factor`` times, this rank's part of each.
+        weights: the parts of the new weights.
     """
-    update, weight, elements, weighted = total
-    if not elements:
-        return None
-    copies = elements / prod(shape)
-    update_norm, weight_norm = (update / copies) ** 0.5, (weight / copies) ** 0.5
-    if weight_norm:
-        ratio = update_norm / weight_norm
-    else:
-        ratio = float("inf") if update_norm else 0.0
-    return MatrixStats(update_norm / prod(shape) ** 0.5, weighted / elements, weight_norm, ratio)
+    numel = updates[0].numel()
+    of_update, of_weight = local_terms(updates, 2.0, None), local_terms(list(weights), 2.0, None)
+    elements = of_update.new_full((len(labels),), float(numel))
+    columns = torch.stack([of_update * factor**2, of_weight, elements, elements * factor])
+    return Terms(tuple(labels), shape, numel, columns)

@@ -1,9 +1,7 @@
 """Owner assignment: which rank runs Newton–Schulz for which matrix. No torch; PuLP only when a MILP is solved."""
 
-from .costs import CostTable, unmeasured_batch
-from .inputs import Infeasible, Matrix, Method, Rank, Shape, SolveOptions
-from .planner import plan
-from .result import Plan
+from .inputs import CostTable, Infeasible, Matrix, Method, Rank, Shape, SolveOptions, unmeasured_batch
+from .planner import Plan, plan
 
 __all__ = [
     "CostTable",

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .costs import CostTable
-from .inputs import ClassKey, Infeasible, Matrix, Rank
+from .inputs import ClassKey, CostTable, Infeasible, Matrix, Rank
 
 Ints = NDArray[np.int64]
 Counts = Ints  # (ranks, classes): matrices of each class per rank

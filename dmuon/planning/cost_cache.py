@@ -7,16 +7,18 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from dmuon.kernels import user_cache_directory
-from dmuon.platform.files import UnreadableFile, check_target, from_json, read_json, write_text
+from dmuon.platform.files import UnreadableFile, check_target, read_json, write_text
 from dmuon.solver import CostTable, Shape
 
 SCHEMA = 2
+_COUNT = "[1-9][0-9]{0,8}"
+_SHAPE = f"{_COUNT}x{_COUNT}"
 
 
 class CostCacheError(ValueError):
@@ -118,7 +120,7 @@ class CostCache:
             schema = document.pop("schema", None)
             if schema != SCHEMA:
                 raise ValueError(f"field 'schema' is {schema!r}, this version reads {SCHEMA}")
-            return from_json(CostCache, document)
+            return _read(document)
         except UnreadableFile as error:
             raise CostCacheError(
                 f"cost cache {path}: {error}; write it with dmuon-profile --out {path}, or check the path"
@@ -189,16 +191,64 @@ class CostCache:
         return CostTable({shape: {k: t.median_ns for k, t in self.entries[shape].items()} for shape in wanted})
 
 
+def _read(document: dict[str, Any]) -> CostCache:
+    """What a file holds beside its schema.
+
+    Raises:
+        ValueError: names the field that is missing, unknown, ill-typed, or refused by its dataclass.
+    """
+    for name in ("key", "entries"):
+        if name not in document:
+            raise ValueError(f"field {name!r} is missing")
+    for name in document.keys() - {"key", "entries"}:
+        raise ValueError(f"field {name!r} is unknown")
+    entries: dict[Shape, dict[int, Timing]] = {}
+    for shape, batches in _object(document["entries"], "entries").items():
+        name = f"entries.{shape}"
+        if not re.fullmatch(_SHAPE, shape):
+            raise ValueError(f"field 'entries': {shape!r} is not like '1024x4096'")
+        of_shape = entries.setdefault(parse_shape(shape), {})
+        for size, timing in _object(batches, name).items():
+            if not re.fullmatch(_COUNT, size):
+                raise ValueError(f"field {name!r}: {size!r} is not like a positive integer")
+            of_shape[int(size)] = _flat(Timing, timing, f"{name}.{size}")
+    return CostCache(_flat(CacheKey, document["key"], "key"), entries)
+
+
+def _flat(kind: type[Any], data: object, name: str) -> Any:
+    """A dataclass of strings and integers; what has a default may be missing."""
+    given = _object(data, name)
+    for field in fields(kind):
+        if field.name not in given and field.default is MISSING:
+            raise ValueError(f"field {name!r}: field {field.name!r} is missing")
+        value, is_text = given.get(field.name, field.default), field.type == "str"
+        if type(value) is not (str if is_text else int):
+            noun = "a string" if is_text else "an integer"
+            raise ValueError(f"field '{name}.{field.name}' is {value!r}, not {noun}")
+    for unknown in given.keys() - {field.name for field in fields(kind)}:
+        raise ValueError(f"field {name!r}: field {unknown!r} is unknown")
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise ValueError(f"field {name!r}: {error}") from None
+
+
+def _object(data: object, name: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"field {name!r} is no object")
+    return data
+
+
 def parse_shape(text: str) -> Shape:
     """The two sides that ``text`` names, such as ``"1024x4096"``, in its order.
 
     Raises:
         ValueError: ``text`` is something else.
     """
-    match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
-    if match is None:
+    if not re.fullmatch(_SHAPE, text):
         raise ValueError(f"shape {text!r} is not like '1024x4096'")
-    return int(match[1]), int(match[2])
+    first, second = map(int, text.split("x"))
+    return first, second
 
 
 def merge_entries(base: Entries, newer: Entries) -> dict[Shape, dict[int, Timing]]:

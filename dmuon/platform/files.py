@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import secrets
 import stat
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any
 
 _MAX_BYTES = 1 << 26
 _NAME = 40  # characters of a file's name in that of its temporary one; a name may have 255 bytes
@@ -112,11 +110,7 @@ def read_json(path: Path) -> Any:
         UnreadableFile: nothing is there, or it is not a file, or not ours to read.
         ValueError: what is wrong with the content, for a message that names the file.
     """
-    return parse_json(read_bytes(path))
-
-
-def parse_json(data: bytes) -> Any:
-    """What ``data`` holds, read as strictly as :func:`read_json` reads."""
+    data = read_bytes(path)
     try:
         return json.loads(data.decode(), object_pairs_hook=_unique)
     except _RepeatedField as error:
@@ -135,67 +129,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise _RepeatedField(f"field {next(n for n in names if names.count(n) > 1)!r} appears twice")
     return result
-
-
-_Read = TypeVar("_Read")
-
-
-def from_json(kind: type[_Read], data: object, name: str = "") -> _Read:
-    """``data``, as JSON has it, as the dataclass ``kind``: its fields and no others; what has a default may be missing.
-
-    Fields may be strings, numbers, mappings, and dataclasses again. Keys of mappings may be strings, positive integers,
-    or several of these, which are written as in ``"1024x4096"``.
-
-    Args:
-        name: of the field that ``data`` is, for messages.
-
-    Raises:
-        ValueError: names the field that is missing, unknown, ill-typed, or refused by its dataclass.
-    """
-    about = f"field {name!r}: " if name else ""
-    if not isinstance(data, dict):
-        raise ValueError(f"{f'field {name!r}' if name else 'the file'} is no object")
-    hints, values = get_type_hints(kind), {}
-    known: tuple[Field[Any], ...] = fields(cast(Any, kind))
-    for field in known:
-        if field.name in data:
-            values[field.name] = _typed(hints[field.name], data[field.name], f"{name}.{field.name}".lstrip("."))
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(f"{about}field {field.name!r} is missing")
-    unknown = [field for field in data if field not in values]
-    if unknown:
-        raise ValueError(f"{about}field {unknown[0]!r} is unknown")
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise ValueError(f"{about}{error}") from None
-
-
-_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
-
-
-def _typed(hint: Any, data: object, name: str) -> Any:
-    """``data`` as a field of the type ``hint`` holds it."""
-    if hint is Any:
-        return data
-    if is_dataclass(hint):
-        return from_json(cast(type[Any], hint), data, name)
-    if hint in _NAMES:
-        if type(data) is not hint and not (hint is float and type(data) is int):
-            raise ValueError(f"field {name!r} is {data!r}, not {_NAMES[hint]}")
-        return data
-    key_type, value_type = get_args(hint)
-    if not isinstance(data, dict):
-        raise ValueError(f"field {name!r} is no object")
-    return {_key(key_type, key, name): _typed(value_type, value, f"{name}.{key}") for key, value in data.items()}
-
-
-def _key(hint: Any, text: str, name: str) -> Any:
-    if hint is str:
-        return text
-    count = len(get_args(hint)) or 1
-    if not re.fullmatch("x".join(["[1-9][0-9]{0,8}"] * count), text):
-        like = "'1024x4096'" if count > 1 else "a positive integer"
-        raise ValueError(f"field {name!r}: {text!r} is not like {like}")
-    numbers = tuple(map(int, text.split("x")))
-    return numbers if count > 1 else numbers[0]

@@ -69,9 +69,8 @@ from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import Deferred, FusedRound
 from dmuon.step.half_weights import ROUNDING_STEP, Places, is_rounded, new_masters
 from dmuon.step.overlap import EarlyUpdates
-from dmuon.step.residency import Residency, align_gradients, lay_out
-from dmuon.step.rounds import AloneRound, Round, Schedule, Step
-from dmuon.step.scaling import Scaling
+from dmuon.step.residency import align_gradients, lay_out
+from dmuon.step.rounds import AloneRound, Schedule, Step
 from dmuon.step.update import Done, Orthogonalize
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
@@ -231,7 +230,7 @@ class Muon(torch.optim.Optimizer):
         copies = replicated_by_ddp(params)
         check_strategy(strategy)
         self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward, strategy)
-        self._start_empty()
+        self._start()
         self._qk_clip = qk_clip
         self._built = False  # torch adds the first groups one by one
         # Schedulers look here for what they may cycle.
@@ -241,51 +240,27 @@ class Muon(torch.optim.Optimizer):
         )
         self._built = True
         check_halves(self.param_groups, names_in(self.param_groups, self._origin.names))
-        self._find_device()
         self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
         self._lay_out()
         self._register_hooks()
 
-    def _start_empty(self) -> None:
-        """Nothing is laid out yet."""
-        self._names: dict[int, str] = {}  # by id of the parameter
+    def _start(self) -> None:
+        """What :meth:`_lay_out` finds when it is called for the first time, and what no layout decides."""
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
-        self._batched: list[Tensor] = []  # parameters of which this rank orthogonalizes something
-        self._strategies: dict[int, str] = {}  # by id, of those that have not just owners
-        self._left: Set[int] = set()  # ids of what dedicate_params has left to all ranks together
-        self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
-        self._wrapping = Wrapping(None, (), None)
-        self._averagers = Averagers()
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
-        self._residencies: list[Residency] = []
-        self._dedicated: list[Dedicated] = []  # those among them, and the exchange
         self._exchange: Exchange | None = None
-        self._momentum = Momentum()
-        self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
-        self._places = Places({})
-        self._second_moments: dict[int, Scaling] = {}  # by number of the group
-        self._scalings: dict[int, list[Scaling]] = {}  # with those that have no state
-        self._decay_modes: list[object] = []  # of each group
-        self._formats: list[list[object]] = []  # of the state, of each group
-        self._rounds: list[Round] = []
-        self._moves = False  # momentum is stored on the host
-        self._prefetch = 1
-        self._schedule = Schedule((), self._prefetch)
         self._early: EarlyUpdates | None = None
         self._deferred: Deferred | None = None
+        self._averagers = Averagers()
+        self._momentum = Momentum()
+        self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
         self._done: list[Done] = []
         self._asked: MatrixRecord | None = None
         self._checked: list[Description] = []  # options of each group, which were found to be in order
         self._has_functions = False  # of the user's, which say how much of an update is taken, or orthogonalize
         self._proven: set[Any] = set()  # those that orthogonalize, and shapes
         self._steps = 0
-        self._qk_clip = None
-
-    def _find_device(self) -> None:
-        devices = (local_tensor(p).device for g in self.param_groups for p in g["params"])
-        self._device = next(devices, torch.device("cpu"))
-        self._timer = PhaseTimer(self._device)
 
     def _register_hooks(self) -> None:
         """They get the optimizer as an argument, and hold none: that would keep it until a garbage collection."""
@@ -310,16 +285,17 @@ class Muon(torch.optim.Optimizer):
         return {**super().__getstate__(), "state": copyable_state(self.state), "origin": origin}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, or as torch calls it after a load. A copy lays itself out in its first step or load."""
+        """Of a copy, or as torch calls it after a load."""
         super().__setstate__({name: value for name, value in state.items() if name != "origin"})
         self.defaults.pop("differentiable", None)  # torch adds it, and groups that are added later would get it
         self.param_groups = [as_group(group) for group in self.param_groups]
         if "origin" in state:
             self.state = defaultdict(dict, self.state)
             self._origin = origin_of_copy(state["origin"])
-            self._start_empty()
-            self._built = True
-            self._find_device()
+            self._start()
+            self._qk_clip, self._built = None, True
+            self._wrapping = Wrapping(None, (), None)
+            self._lay_out()
             self._register_hooks()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -370,7 +346,9 @@ class Muon(torch.optim.Optimizer):
         the first step; that of parameters that no group holds any more is forgotten.
         """
         self.flush()
-        self._find_device()
+        devices = (local_tensor(param).device for group in self.param_groups for param in group["params"])
+        self._device = next(devices, torch.device("cpu"))
+        self._timer = PhaseTimer(self._device)
         restore_specs(self._split)
         carry_over(self.param_groups, self._laid_out or [], self._origin.names, self._specs)
         held = {id(p) for group in self.param_groups for p in group["params"]}
@@ -383,18 +361,17 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
-        self._names = names_in(self.param_groups, self._origin.names)
+        self._names = names_in(self.param_groups, self._origin.names)  # by id of the parameter
         self._wrapping.note(self.param_groups)
         planned = next((g for g in self.param_groups if g["use_muon"] and g["params"]), None)
         ns = NsOptions.named(planned or {})
-        self._left = sharded_together().keys()
+        self._left: Set[int] = sharded_together().keys()  # ids of what dedicate_params has left to all ranks together
         self._strategies = strategies_of(self.param_groups, self._names, self._origin.strategy, self._left)
         residencies = find_residencies(
             muon, self._names, self._origin, self._device, self._exchange, ns, self._strategies
         )
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
-        self._prefetch = 1 if self._exchange is None else self._exchange.prefetch
         rounds = lay_out(self.param_groups, residencies)
         for round_ in rounds:
             if isinstance(round_, FullReplicationRound) and self.param_groups[round_.index].get("momentum_device"):
@@ -417,24 +394,26 @@ class Muon(torch.optim.Optimizer):
         for batch in (batch for round_ in rounds for some in (round_.batches, round_.folded) for batch in some):
             batch.masters, batch.places = masters, self._places
         check_scalings(self.param_groups, rounds, self._names, self._clipped)
-        self._second_moments = moments_of(self.param_groups, rounds)
-        self._scalings = scalings_of(self.param_groups, self._second_moments)
+        self._second_moments = moments_of(self.param_groups, rounds)  # by number of the group
+        self._scalings = scalings_of(self.param_groups, self._second_moments)  # with those that have no state
         self._decay_modes = [group.get("weight_decay_mode") for group in self.param_groups]
         dtypes = {id(p): group.get("momentum_dtype") for group in self.param_groups for p in group["params"]}
         moments = self._second_moments
         self._momentum.lay_out(residencies, muon, self._names, momentum, moments, masters, dtypes, self.state)
-        self._formats = [[group.get(name) for name in STATE_OPTIONS] for group in self.param_groups]
+        self._formats = [{name: group.get(name) for name in STATE_OPTIONS} for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)
         self._specs = {id(p): spec_of(p) for p in muon}
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
         self._deferred = Deferred(fused, blocks_of_fsdp(), self._names) if fused else None
-        self._schedule = Schedule([one for one in rounds if not isinstance(one, FusedRound)], self._prefetch)
+        prefetch = 1 if self._exchange is None else self._exchange.prefetch
+        self._schedule = Schedule([one for one in rounds if not isinstance(one, FusedRound)], prefetch)
+        # Parameters of which this rank orthogonalizes something; and of those in several batches, in how many.
         self._batched = [*{id(p): p for batch in batches for p in batch.params}.values()]
         updates = Counter(id(p) for batch in batches for p in batch.params)
         self._updates = {key: count for key, count in updates.items() if count > 1}
-        self._moves = any(batch.is_moved for batch in batches)
+        self._moves = any(batch.is_moved for batch in batches)  # momentum is stored on the host
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
         self._early = None
@@ -549,25 +528,8 @@ class Muon(torch.optim.Optimizer):
         described = [*map(describe, self.param_groups)]
         if described != self._checked:
             check_edited(self.param_groups)
-            if (
-                self._is_as_laid_out()
-                and strategies_of(self.param_groups, self._names, self._origin.strategy, self._left) != self._strategies
-            ):
-                raise ValueError(
-                    "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the "
-                    "new one, and load the state dict of this one into it"
-                )
-            for index, (before, group) in enumerate(zip(self._formats, self.param_groups, strict=False)):
-                for name, value in zip(STATE_OPTIONS, before, strict=True):
-                    if group.get(name) != value and self._is_as_laid_out():
-                        raise ValueError(
-                            f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
-                        )
-            modes = [group.get("weight_decay_mode") for group in self.param_groups]
-            if modes != self._decay_modes and self._is_as_laid_out():
-                check_scalings(self.param_groups, self._rounds, self._names, self._clipped)
-                self._scalings = scalings_of(self.param_groups, self._second_moments)
-                self._decay_modes = modes
+            if self._is_as_laid_out():
+                self._check_edited()
             self._checked = described
             functions = [group.get(name) for group in self.param_groups for name in ("adjust_lr_fn", "orthogonalize")]
             self._has_functions = any(map(callable, functions))
@@ -577,6 +539,25 @@ class Muon(torch.optim.Optimizer):
             if not group["use_muon"]:
                 adamw_updates.append(AdamWUpdate.of(group, self.state, self._names, self._places))
         return adamw_updates
+
+    def _check_edited(self) -> None:
+        """Refuse options by which everything was laid out, if they are others now, and follow the modes of decay."""
+        if strategies_of(self.param_groups, self._names, self._origin.strategy, self._left) != self._strategies:
+            raise ValueError(
+                "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the new "
+                "one, and load the state dict of this one into it"
+            )
+        for index, (before, group) in enumerate(zip(self._formats, self.param_groups, strict=True)):
+            for name, value in before.items():
+                if group.get(name) != value:
+                    raise ValueError(
+                        f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
+                    )
+        modes = [group.get("weight_decay_mode") for group in self.param_groups]
+        if modes != self._decay_modes:
+            check_scalings(self.param_groups, self._rounds, self._names, self._clipped)
+            self._scalings = scalings_of(self.param_groups, self._second_moments)
+            self._decay_modes = modes
 
     def _present(self, fault: Exception | None) -> set[int]:
         """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed.

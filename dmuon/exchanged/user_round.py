@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
+from dmuon.comm.monitor import FirstError
 from dmuon.exchanged.config import OWN_ENTRIES, DistributedConfig, Waitable
 from dmuon.kernels import momentum_update, normalized, update_scale
 from dmuon.layout.matrices import local_regions
 from dmuon.layout.topology import GlobalRank
-from dmuon.model.matrix_spec import MatrixSpec, flat_of, shape_of, spec_of
+from dmuon.model.matrix_spec import flat_of, shape_of, spec_of
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
@@ -121,76 +122,6 @@ def _call_by_name(
     return function(update, **{keyword: rank, "state": state})
 
 
-def check_gathered(
-    whole: object,
-    *,
-    name: str,
-    owner: GlobalRank,
-    rank: GlobalRank,
-    local_shape: Sequence[int],
-    global_shape: Sequence[int] | None,
-    spec: MatrixSpec,
-) -> Tensor | None:
-    """The whole matrix of parameter ``name`` on its owner, and None on other ranks, whatever ``gather_fn`` gave there.
-
-    A DTensor's local tensor is what counts. ``global_shape`` None is unknown: then no side may be smaller than that of
-    ``local_shape``, this rank's part; if that has other dimensions, there may not be fewer elements than it has.
-
-    Raises:
-        RuntimeError: on the owner, anything but a tensor of the whole matrix's shape.
-    """
-    if rank != owner:
-        return None
-    if not isinstance(whole, Tensor):
-        returned = "None" if whole is None else f"a {type(whole).__name__}"
-        raise RuntimeError(
-            f"gather_fn returned {returned} for parameter {name!r} on rank {rank}, which owns it: return the whole "
-            "matrix on dst_rank"
-        )
-    local = local_tensor(whole)
-    shape, part = tuple(local.shape), tuple(local_shape)
-    if global_shape is not None:
-        fits = shape == tuple(global_shape)
-        expected = f"the whole matrix is {tuple(global_shape)}"
-    elif len(shape) == len(part):
-        fits = all(side >= least for side, least in zip(shape, part, strict=True))
-        expected = f"this rank's part alone is {part}"
-    else:
-        fits, expected = prod(shape) >= prod(part), f"this rank's part alone has {prod(part)} elements"
-    if not fits:
-        raise RuntimeError(
-            f"gather_fn returned a tensor of shape {shape} for parameter {name!r} on rank {rank}; {expected}: "
-            "join the parts of all ranks along the dimensions that are sharded"
-        )
-    try:
-        spec.matrix_shape(shape)
-    except ValueError as fault:
-        raise RuntimeError(
-            f"gather_fn returned a tensor for parameter {name!r} on rank {rank} that Muon cannot take: {fault}; return "
-            "it in the shape that it has in the layer"
-        ) from None
-    return local
-
-
-def check_part(part: object, *, name: str, rank: GlobalRank, local_shape: Sequence[int]) -> Tensor:
-    """This rank's part of parameter ``name`` as ``redistribute_fn`` gave it, a DTensor's local tensor.
-
-    Raises:
-        RuntimeError: anything but a tensor of ``local_shape``.
-    """
-    expected = f"this rank's part is {tuple(local_shape)}: return it on every rank"
-    if not isinstance(part, Tensor):
-        returned = "None" if part is None else f"a {type(part).__name__}"
-        raise RuntimeError(f"redistribute_fn returned {returned} for parameter {name!r} on rank {rank}; {expected}")
-    local = local_tensor(part)
-    if tuple(local.shape) != tuple(local_shape):
-        raise RuntimeError(
-            f"redistribute_fn returned a tensor of shape {tuple(local.shape)} for parameter {name!r} on rank {rank}; "
-            f"{expected}"
-        )
-    return local
-
-
 # -- rounds ----------------------------------------------------------------------------------------------------------
 
 
@@ -267,45 +198,83 @@ class UserRound(Round):
     ) -> dict[int, Tensor | None]:
         """What has been gathered, by number; None where another rank is the owner."""
         wholes: dict[int, Tensor | None] = {}
-        fault: RuntimeError | None = None
+        first = FirstError()
         for number, batch in batches.items():
-            param = batch.params[0]
-            known = shape_of(param) if isinstance(param, DTensor) or flat_of(param) else None
             with timer.phase("exchange"):
                 with self._named("gather_fn", number):
                     whole = tensor_of("gather_fn", gathered.pop(number))
-                try:
-                    gathered_whole = check_gathered(
-                        whole,
-                        name=self.names[number],
-                        owner=self.owners[number],
-                        rank=self.rank,
-                        local_shape=tuple(local_tensor(param).shape),
-                        global_shape=self._shapes.get(number, known),
-                        spec=spec_of(param),
-                    )
-                    if gathered_whole is not None:
-                        self._shapes[number] = tuple(gathered_whole.shape)  # by which the learning rate is scaled
-                    wholes[number] = gathered_whole
-                except RuntimeError as error:
-                    wholes[number], fault = None, fault or error
-        self._raise(fault, wholes)
+                wholes[number] = None
+                with first:
+                    wholes[number] = self._checked_whole(number, batch.params[0], whole)
+        self._raise(first.error, wholes)
         return wholes
 
+    def _checked_whole(self, number: int, param: Tensor, whole: Tensor | None) -> Tensor | None:
+        """The whole matrix on its owner, and None on other ranks, whatever ``gather_fn`` gave there.
+
+        A DTensor's local tensor is what counts. Where its shape is unknown, no side may be smaller than that of this
+        rank's part; if that has other dimensions, there may not be fewer elements than it has.
+
+        Raises:
+            RuntimeError: on the owner, anything but a tensor of the whole matrix's shape.
+        """
+        if self.rank != self.owners[number]:
+            return None
+        name, rank = self.names[number], self.rank
+        if whole is None:
+            raise RuntimeError(
+                f"gather_fn returned None for parameter {name!r} on rank {rank}, which owns it: return the whole "
+                "matrix on dst_rank"
+            )
+        local = local_tensor(whole)
+        shape, part = tuple(local.shape), tuple(local_tensor(param).shape)
+        known = self._shapes.get(number)
+        if known is None and (isinstance(param, DTensor) or flat_of(param)):
+            known = shape_of(param)
+        if known is not None:
+            fits, expected = shape == tuple(known), f"the whole matrix is {tuple(known)}"
+        elif len(shape) == len(part):
+            fits = all(side >= least for side, least in zip(shape, part, strict=True))
+            expected = f"this rank's part alone is {part}"
+        else:
+            fits, expected = prod(shape) >= prod(part), f"this rank's part alone has {prod(part)} elements"
+        if not fits:
+            raise RuntimeError(
+                f"gather_fn returned a tensor of shape {shape} for parameter {name!r} on rank {rank}; {expected}: join "
+                "the parts of all ranks along the dimensions that are sharded"
+            )
+        try:
+            spec_of(param).matrix_shape(shape)
+        except ValueError as fault:
+            raise RuntimeError(
+                f"gather_fn returned a tensor for parameter {name!r} on rank {rank} that Muon cannot take: {fault}; "
+                "return it in the shape that it has in the layer"
+            ) from None
+        self._shapes[number] = shape  # by which the learning rate is scaled
+        return local
+
     def _parts(self, batches: Mapping[int, Batch], results: dict[int, object], timer: PhaseTimer) -> dict[int, Tensor]:
-        """What has been redistributed, by number."""
+        """What has been redistributed, by number.
+
+        Raises:
+            RuntimeError: anything but a tensor of this rank's part.
+        """
         parts: dict[int, Tensor] = {}
-        fault: RuntimeError | None = None
+        first = FirstError()
         with timer.phase("exchange"):
             for number, batch in batches.items():
                 with self._named("redistribute_fn", number):
                     part = tensor_of("redistribute_fn", results.pop(number))
                 shape = tuple(local_tensor(batch.params[0]).shape)
-                try:
-                    parts[number] = check_part(part, name=self.names[number], rank=self.rank, local_shape=shape)
-                except RuntimeError as error:
-                    fault = fault or error
-        self._raise(fault, batches)
+                with first:
+                    if part is None or local_tensor(part).shape != shape:
+                        given = "None" if part is None else f"a tensor of shape {tuple(local_tensor(part).shape)}"
+                        raise RuntimeError(
+                            f"redistribute_fn returned {given} for parameter {self.names[number]!r} on rank "
+                            f"{self.rank}; this rank's part is {shape}: return it on every rank"
+                        )
+                    parts[number] = local_tensor(part)
+        self._raise(first.error, batches)
         return parts
 
     def _named(self, function: str, number: int) -> AbstractContextManager[None]:
@@ -314,7 +283,7 @@ class UserRound(Round):
             return nullcontext()
         return self.domain.monitor.watch(f"{function} of parameter {self.names[number]!r}")
 
-    def _raise(self, fault: RuntimeError | None, numbers: Collection[int]) -> None:
+    def _raise(self, fault: Exception | None, numbers: Collection[int]) -> None:
         """Raise a fault of this rank, and of any other one if some of ``numbers`` come for the first time."""
         if self.domain is not None and not self._unproven.isdisjoint(numbers):
             try:

@@ -124,7 +124,9 @@ def exchange_for(
                 f"Invalid rank {owners[stranger]} for parameter {names[stranger]!r}: state['process_group'] has ranks "
                 f"{list(domain.ranks)}, one of which must own it"
             )
-    _require_same_owners(exchanged, params, names if layouts is None else layouts.labels, owners, fault)
+    columns = zip(params, names if layouts is None else layouts.labels, owners, strict=True)
+    said = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
+    require_same_in_turn([(one.group, one.ranks, [said[id(p)] for p in members]) for one, members in exchanged], fault)
     domains = domains if params else []  # no other rank has any either
     known = layouts or state[LAYOUTS]
     if by_layout and layouts is not None:
@@ -158,20 +160,6 @@ def _domain_of_users(
     opened = [] if last is None else [domain for domain, _ in last.domains]
     same = (domain for domain in opened if (domain.ranks, domain.device) == (tuple(sorted(ranks)), where))
     return next(same, None) or make_domain(ranks, where)
-
-
-def _require_same_owners(
-    domains: Sequence[tuple[Domain, list[Tensor]]],
-    params: Sequence[Tensor],
-    labels: Sequence[str],
-    owners: Sequence[GlobalRank],
-    fault: Exception | None,
-) -> None:
-    columns = zip(params, labels, owners, strict=True)
-    described = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
-    require_same_in_turn(
-        [(domain.group, domain.ranks, [described[id(p)] for p in members]) for domain, members in domains], fault
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,20 +305,19 @@ class Exchange(Residency):
         options = None if self._options is None else self._options()
         # All domains, whatever happens: their ranks wait for this one.
         voted = set(present)
+        first = FirstError(fault)
         for ballot in self._ballots:
             domain, ids, copies = ballot.domain, ballot.ids, ballot.copies
             said = copies.nothing
-            try:
+            with first:
                 if options is not None:
                     domain.monitor.note_options(options(ballot.groups))
                 said = copies.numbers() if said else said
-            except Exception as error:
-                fault = fault or error
             flags = [*map(present.__contains__, ids), *said]
             if ballot.keeping:  # is momentum to be gathered for those that keep it?
                 flags.append(self.edited or any(one.momenta is None for one in ballot.keeping))
-            try:
-                faulty = None if fault is None else self._rank
+            with first:
+                faulty = None if first.error is None else self._rank
                 with domain.vote_stream.alone():
                     vote = Vote(flags, domain.group, domain.monitor, _VOTE, changed=changed, faulty=faulty)
                     result = vote.result()
@@ -341,12 +328,8 @@ class Exchange(Residency):
                 if ballot.keeping and result.flags[-1]:
                     for round_ in ballot.keeping:
                         round_.momenta = None
-            except Exception as error:
-                fault = fault or error
-                continue
-            voted.update(compress(ids, result.flags))
-        if fault is not None:
-            raise fault
+                voted.update(compress(ids, result.flags))
+        first.throw()
         return None if changed else voted
 
     def _refusal(self, domain: Domain, changed: bool, result: VoteResult) -> RuntimeError:

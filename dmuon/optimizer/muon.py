@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from dmuon.comm.monitor import FirstError
 from dmuon.dedicated.dedication import Dedicated, sharded_together
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
@@ -570,22 +571,18 @@ class Muon(torch.optim.Optimizer):
         changed: bool = not self._is_as_laid_out()
         if self._exchange is not None and self._exchange.keeps_momentum:
             self._exchange.edited = bool(self._momentum.replaced) or self._momentum.versions() != self._versions
+        first = FirstError(fault)
         for again in (False, True):
             present: set[int] = set()
-            try:
+            with first:
                 if self._has_functions and not changed:  # rounds know groups by their numbers
                     check_functions(self.param_groups, self._rounds, self._proven)
-            except Exception as error:
-                fault = fault or error
             for residency in self._residencies:  # those that vote on it come last
-                try:
-                    ids = residency.before_step(changed, fault)
+                with first:
+                    ids = residency.before_step(changed, first.error)
                     changed = changed or ids is None
                     present |= ids or set()
-                except Exception as error:
-                    fault = fault or error
-            if fault is not None:
-                raise fault
+            first.throw()
             if again or not changed:
                 break
             self._lay_out()

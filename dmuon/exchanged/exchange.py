@@ -251,16 +251,16 @@ class Exchange(Residency):
         self._options = weakref.WeakMethod(options)
         self._loading = []
         self._labels = names
-        layouts = () if self.layouts is None else self.layouts.placed
-        placed = {id(param): one.whole for param, one in zip(self.params, layouts, strict=False) if one is not None}
+        shared = [] if self.layouts is None else self.layouts.shared
+        placed = {id(param): one.whole for param, one in shared}
         for ballot in self._ballots:
             domain, ids = ballot.domain, set(ballot.ids)
-            shared = [[p for p in group if id(p) in ids or self._ranks_of(p) == domain.ranks] for group in groups]
-            ballot.groups = [i for i, params in enumerate(shared) if params]
-            self._loading.append((domain.group, ids.union(id(p) for params in shared for p in params)))
-            domain.monitor.note_options(memberships(shared, names))
+            held = [[p for p in group if id(p) in ids or self._ranks_of(p) == domain.ranks] for group in groups]
+            ballot.groups = [i for i, params in enumerate(held) if params]
+            self._loading.append((domain.group, ids.union(id(p) for params in held for p in params)))
+            domain.monitor.note_options(memberships(held, names))
             copies: dict[Copies, list[Tensor]] = {}
-            for param in (param for params in shared for param in params):
+            for param in (param for params in held for param in params):
                 one = placed.get(id(param)) or self._placed(param)
                 if one is not None and one.ranks == domain.ranks and max(one.layout.replicas):
                     for line in spread_over_all(one.layout).lines:
@@ -430,13 +430,12 @@ class LayoutExchange(Exchange):
 
     def shared(self) -> list[Sharing]:
         """Also what one rank has whole of a stack that several hold."""
-        placed = {id(p): one for p, one in zip(self.params, self.layouts.placed, strict=True)}
+        placed = {id(param): one for param, one in self.layouts.shared}
         sharings = []
         for domain, members in self.domains:
             matrices: list[tuple[Tensor, int | None, tuple[int, int]]] = []
             for param in members:
                 one = placed[id(param)]
-                assert one is not None, "several ranks hold it"
                 if one.whole.ranks != domain.ranks:
                     continue
                 for share, numbers in numbered(one.whole.layout, spec_of(param)):

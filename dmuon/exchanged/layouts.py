@@ -98,30 +98,24 @@ class Layouts:
     choices: Mapping[str, Choice] = field(default_factory=dict)
     rankings: Mapping[Ranks, Ranking] = field(default_factory=dict)
 
+    @property
+    def shared(self) -> list[tuple[Tensor, ParameterLayout]]:
+        """The parameters that several ranks hold, and where they lie."""
+        return [(param, one) for param, one in zip(self.params, self.placed, strict=True) if one is not None]
+
     def members(self, domain: Domain) -> list[Tensor]:
         """The parameters that the ranks of ``domain`` share, also those of which some of them exchange a part."""
-        pairs = zip(self.params, self.placed, strict=True)
-        return [
-            param
-            for param, placed in pairs
-            if placed is not None and domain.ranks in (placed.ranks, placed.whole.ranks)
-        ]
+        return [param for param, one in self.shared if domain.ranks in (one.ranks, one.whole.ranks)]
 
     def exchanged(self, domain: Domain) -> list[Tensor]:
         """The parameters of which the ranks of ``domain`` exchange matrices."""
-        pairs = zip(self.params, self.placed, strict=True)
-        return [
-            param
-            for param, placed in pairs
-            if placed is not None and domain.ranks == placed.ranks and (placed.is_part or placed.stack is None)
-        ]
+        own = [(param, one) for param, one in self.shared if domain.ranks == one.ranks]
+        return [param for param, one in own if one.is_part or one.stack is None]
 
     def alike(self, other: Layouts) -> bool:
         """Whether both are of the same parameters, which lie as they did."""
-        return [*map(id, self.params)] == [*map(id, other.params)] and (self.placed, self.strategies) == (
-            other.placed,
-            other.strategies,
-        )
+        mine, theirs = ((one.placed, one.strategies, [*map(id, one.params)]) for one in (self, other))
+        return mine == theirs
 
 
 def lay_out(
@@ -301,7 +295,7 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
         ns: the Newton–Schulz run that costs are of; None: the default one.
         start_ns: what this rank is predicted to take for what is not exchanged.
     """
-    options = layouts.recipe.options
+    options, ns = layouts.recipe.options, ns or NsOptions()
     plans: dict[Ranks, OwnerPlan] = {}
     choices: dict[str, Choice] = {}
     rankings: dict[Ranks, Ranking] = {}
@@ -355,7 +349,7 @@ def _chosen(
     pools: Sequence[frozenset[str]] | None,
     plan: OwnerPlan,
     per_byte: float,
-    ns: NsOptions | None,
+    ns: NsOptions,
     start_ns: int,
 ) -> tuple[dict[str, Choice], OwnerPlan | None, Ranking]:
     """What is not left to owners, of parameters of ``"auto"`` or with teams; the plan of the rest; the comparison.
@@ -389,7 +383,7 @@ def _chosen(
         return _planned(domain, some, None, options, per_byte, ns, start_ns + before[domain.position])
 
     chosen, rest, ranking = choose(
-        matrices, whole, small if of_auto else (), given, plan, replan, link, domain.device, ns or NsOptions()
+        matrices, whole, small if of_auto else (), given, plan, replan, link, domain.device, ns
     )
     return chosen, rest, ranking if of_auto else ()
 
@@ -428,7 +422,7 @@ def _planned(
     pools: list[frozenset[str]] | None,
     options: LayoutOptions,
     per_byte: float,
-    ns: NsOptions | None,
+    ns: NsOptions,
     start_ns: int,
 ) -> OwnerPlan:
     said: list[tuple[str, Speeds, int]] = agree(domain.group, None, (gethostname(), options.ranks, start_ns))

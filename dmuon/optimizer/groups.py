@@ -120,22 +120,17 @@ def _require_averaged(model: nn.Module, outside: Sequence[tuple[str, nn.Paramete
 
 def _groups(routed: Sequence[tuple[Tensor, bool]], names: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Of parameters, and whether Muon takes each; ``names`` are theirs if the user gave any."""
-    muon = [i for i, (_, use_muon) in enumerate(routed) if use_muon]
-    rest = [i for i, (_, use_muon) in enumerate(routed) if not use_muon]
-    parts: list[tuple[list[int], dict[str, Any]]] = [
-        (muon, {"use_muon": True}),
-        ([i for i in rest if len(shape_of(routed[i][0])) >= 2], {"use_muon": False}),
-        ([i for i in rest if len(shape_of(routed[i][0])) < 2], {"use_muon": False, "weight_decay": 0.0}),
+    groups: list[dict[str, Any]] = [
+        {"params": [], "use_muon": True},
+        {"params": [], "use_muon": False},
+        {"params": [], "use_muon": False, "weight_decay": 0.0},
     ]
-    return [
-        {
-            "params": [routed[i][0] for i in members],
-            **({} if names is None else {"param_names": [names[i] for i in members]}),
-            **options,
-        }
-        for members, options in parts
-        if members
-    ]
+    for i, (param, use_muon) in enumerate(routed):
+        group = groups[0 if use_muon else 1 if len(shape_of(param)) >= 2 else 2]
+        group["params"].append(param)
+        if names is not None:
+            group.setdefault("param_names", []).append(names[i])
+    return [group for group in groups if group["params"]]
 
 
 def groups_from(
@@ -274,25 +269,21 @@ def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> lis
 def _routed_by_dimension(tensors: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
     tree, sites = _sites([p for p in tensors if p.ndim > 2 and not _is_decided(p)])
     makeups = {id(p): makeup_of(tree, p, sites[id(p)]) for p in tensors if id(p) in sites}
+    vectors = sum(p.ndim < 2 for p in tensors)
+    if vectors:
+        _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", vectors)
     routed = []
     for param in tensors:
         makeup = makeups.get(id(param))
-        if param.is_complex():
-            routed.append((param, False))
-            continue
-        if param.ndim > 2 and makeup is None and not is_remembered(param):
+        why = f"it is {param.dtype}" if param.is_complex() else None if makeup is None else makeup.unfit
+        if param.ndim > 2 and makeup is None and why is None and not is_remembered(param):
             raise ValueError(
                 f"a parameter has shape {tuple(param.shape)}: dmuon cannot tell whether that is a stack of matrices; "
                 "pass groups, with use_muon=True for stacks (e, m, n) and use_muon=False for anything else"
             )
-        routed.append((param, param.ndim > 1 and (makeup is None or makeup.unfit is None)))
-    vectors = sum(p.ndim < 2 for p in tensors)
-    if vectors:
-        _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", vectors)
-    for param, use_muon in routed:
-        if param.ndim > 1 and not use_muon:
-            why = f"it is {param.dtype}" if param.is_complex() else makeups[id(param)].unfit
+        if param.ndim > 1 and why is not None:
             _log.warning("Muon: a tensor of shape %s goes to AdamW: %s", tuple(param.shape), why)
+        routed.append((param, param.ndim > 1 and why is None))
     return routed
 
 

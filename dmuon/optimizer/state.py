@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from dmuon.dedicated.state_dict import describe
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
-from dmuon.model.matrix_spec import Names, flat_of, remember_spec, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, Names, flat_of, remember_spec, spec_of
 from dmuon.optimizer.options import RARE, STRATEGY, check_options
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
@@ -524,38 +524,37 @@ class Origin:
     strategy: str | Mapping[str, str]
 
 
-def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+Copyable = tuple[Origin, list[tuple[Tensor, str | None, MatrixSpec | None]]]  # with each parameter's name and matrices
+
+
+def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> Copyable:
     """``origin`` without ids, which no copy shares.
 
     Raises:
         RuntimeError: the optimizer communicates, and process groups live in one process.
     """
-    params: list[Tensor] = [param for group in groups for param in group["params"]]
-    for param in params:
+    described: list[tuple[Tensor, str | None, MatrixSpec | None]] = []
+    for use_muon, param in ((group["use_muon"], param) for group in groups for param in group["params"]):
+        name = origin.names.get(id(param))
         shared = isinstance(param, (OwnedTensor, DTensor)) or flat_of(param) is not None
         if shared or id(param) in origin.copies or origin.config is not None:
-            name = param.fqn if isinstance(param, OwnedTensor) else origin.names.get(id(param), "its first one")
+            name = param.fqn if isinstance(param, OwnedTensor) else name or "its first one"
             raise RuntimeError(
                 f"an optimizer of parameters that ranks share, such as {name!r}, cannot be copied or pickled: save "
                 "optimizer.state_dict(), and load it into an optimizer that was built as this one was, over a model of "
                 "its own"
             )
-    return {
-        "muon": origin.muon,
-        "adamw": origin.adamw,
-        "names": [(param, origin.names[id(param)]) for param in params if id(param) in origin.names],
-        "specs": [(param, spec_of(param)) for group in groups if group["use_muon"] for param in group["params"]],
-        "overlap": origin.overlap,
-        "strategy": origin.strategy,
-    }
+        described.append((param, name, spec_of(param) if use_muon else None))
+    return replace(origin, names={}, copies={}), described
 
 
-def origin_of_copy(copied: Mapping[str, Any]) -> Origin:
+def origin_of_copy(copied: Copyable) -> Origin:
     """What :func:`copyable_origin` made, after it was copied or unpickled."""
-    for param, spec in copied["specs"]:
-        remember_spec(param, spec)
-    names = {id(param): name for param, name in copied["names"]}
-    return Origin(copied["muon"], copied["adamw"], names, {}, None, copied["overlap"], copied["strategy"])
+    origin, described = copied
+    for param, _, spec in described:
+        if spec is not None:
+            remember_spec(param, spec)
+    return replace(origin, names={id(param): name for param, name, _ in described if name is not None})
 
 
 def copyable_state(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:

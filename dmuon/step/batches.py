@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class _Fetched:
         return self.stream.handed_over(self.stored)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Batch:
     """Matrices of one shape, which lie alike. What every step would ask of them is worked out once.
 
@@ -113,20 +113,6 @@ class Batch:
     transposed: bool
     numbers: tuple[int, ...]
     stacked: Tensor | None
-    count: int = field(init=False)
-    each: int = field(init=False)
-    whole: list[tuple[int, int]] = field(init=False)
-    ids: frozenset[int] = field(init=False)
-    labels: list[tuple[Tensor, int | None]] = field(init=False)
-    scaled_shape: tuple[int, int] = field(init=False)
-    dtype: torch.dtype = field(init=False)
-    device: torch.device = field(init=False)
-    is_copied: bool = field(init=False)
-    is_rounded: bool = field(init=False)
-    is_moved: bool = field(init=False)
-    masters: Mapping[int, Tensor] = field(init=False)
-    places: Places | None = field(init=False)
-    _fetched: _Fetched | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.each = len(self.numbers)
@@ -141,8 +127,9 @@ class Batch:
         self.is_rounded = self.momenta[0].dtype != self.dtype
         self.is_moved = self.momenta[0].device != self.device
         self.is_copied = self.stacked is None or self.is_rounded or self.is_moved
-        self.masters, self.places = {}, None
-        self._fetched = None
+        self.masters: Mapping[int, Tensor] = {}
+        self.places: Places | None = None
+        self._fetched: _Fetched | None = None
 
     def gradients(self, start: int, end: int, decay: float = 0.0) -> list[Tensor]:
         """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none.
@@ -240,7 +227,7 @@ class Batch:
         return ranges
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class SharedBatch(Batch):
     """Matrices that several ranks hold together, with one owner.
 
@@ -331,7 +318,11 @@ def make_batches(
         if not is_one and id(param) not in momentum:
             momentum[id(param)] = _zeros(local.shape, local, device, dtype)
         if task.region is not None and task.count > 1:
-            batches += _of_stack(task, momentum[id(param)])
+            # Matrices of which this rank has nothing are batches all the same.
+            for start in range(0, task.count, task.batch_size):
+                end = min(start + task.batch_size, task.count)
+                region, numbers = task.region.part(start, end), task.numbers[start:end]
+                batches.append(_batch(task, [param], [momentum[id(param)]], region, numbers, None))
         else:
             lies = task.shared or (local.shape, task.region)
             kind = (param.shape, local.dtype, local.device, task.batch_size, lies)
@@ -340,24 +331,13 @@ def make_batches(
         first, local = members[0], local_tensor(members[0].param)
         for start in range(0, len(members), first.batch_size):
             some = members[start : start + first.batch_size]
-            params = [task.param for task in some]
+            params, rows = [task.param for task in some], None
             if first.region is None or first.region.is_all:
                 shape = local.shape if first.region is None else first.region.shape
                 rows = _zeros((len(some), *shape), local, device, dtype)
-                momenta = [row.view(local.shape) for row in rows]
-                batches.append(_batch(some[0], params, momenta, first.region, first.numbers, rows))
-            else:
-                momenta = [momentum[id(param)] for param in params]
-                batches.append(_batch(some[0], params, momenta, first.region, first.numbers, None))
+            momenta = [momentum[id(p)] for p in params] if rows is None else [row.view(local.shape) for row in rows]
+            batches.append(_batch(some[0], params, momenta, first.region, first.numbers, rows))
     return sorted(batches, key=lambda batch: batch.position)
-
-
-def _of_stack(task: Task, momentum: Tensor) -> Iterator[Batch]:
-    """``momentum`` is of all of the local tensor. Matrices of which this rank has nothing are batches all the same."""
-    assert task.region is not None
-    for start in range(0, task.count, task.batch_size):
-        end = min(start + task.batch_size, task.count)
-        yield _batch(task, [task.param], [momentum], task.region.part(start, end), task.numbers[start:end], None)
 
 
 def _batch(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -39,7 +38,6 @@ _log = logger(__name__)
 
 # What this process measured. The next call does not measure it again, also where the cache cannot be written; it does
 # try what did not fit the budget or the memory.
-_lock = threading.Lock()
 _measured: dict[CacheKey, Entries] = {}
 
 # Of an all-to-all that is measured.
@@ -140,8 +138,7 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
 
 def _keep(cache: CostCache) -> str | None:
     """For this process's next call, and in the user's cache; the path, or None where that cannot be written."""
-    with _lock:
-        _measured[cache.key] = merge_entries(_measured.get(cache.key, {}), cache.entries)
+    _measured[cache.key] = merge_entries(_measured.get(cache.key, {}), cache.entries)
     path = user_cache_path(cache.key)
     try:
         discard_invalid(path)
@@ -164,9 +161,7 @@ def _known(
     if costs is not None:
         return _explicit(costs, key, counts), {}, f"cost cache {os.fspath(costs)}"
     entries, source = cached_entries(key)
-    with _lock:
-        if key in _measured:
-            entries = merge_entries(entries, _measured[key])
+    entries = merge_entries(entries, _measured.get(key, {}))
     missing = {}
     for shape, most in _most_per_owner(counts, world, options, device).items():
         lacking = tuple(k for k in useful_batch_sizes(shape, most, device) if k not in entries.get(shape, {}))

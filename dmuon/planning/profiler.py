@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from dmuon.kernels import batch_size, drop_graphs, muon_update_, step_variant, streams_of
 from dmuon.planning.cost_cache import Timing
@@ -59,7 +58,7 @@ def measure(
         return result
     with _clock(device) as clock:
         calibration = (256, 256) if device.type == "cpu" else (2048, 2048)
-        update = _Batch(calibration, 1, device).update(options)
+        update = _update_of(calibration, 1, device, options)
         clock(update)
         rate = options.flops(calibration, device) / min(clock(update) for _ in range(2))  # operations per ns
         deadline = time.perf_counter() + budget_s
@@ -68,7 +67,7 @@ def measure(
             if shape not in full and remaining > 2 * k * flops / rate:
                 share = remaining / (len(items) - index)
                 try:
-                    timing = _time_batch(_Batch(shape, k, device).update(options), clock, share)
+                    timing = _time_batch(_update_of(shape, k, device, options), clock, share)
                 except torch.OutOfMemoryError:
                     full.add(shape)  # larger batches do not fit either
                     continue
@@ -89,7 +88,7 @@ def build_kernels(
         return
     for shape, k in sorted((shape, k) for shape, sizes in work.items() for k in set(sizes)):
         with suppress(Exception):  # what fails here fails where it is timed, and is told there
-            _Batch(shape, k, device).update(options or NsOptions())()
+            _update_of(shape, k, device, options or NsOptions())()
     module.current_stream(device).synchronize()
 
 
@@ -118,36 +117,26 @@ def _time_batch(update: Callable[[], None], clock: Clock, share_ns: float) -> Ti
     return best
 
 
-class _Batch:
-    """``k`` random matrices of ``shape`` with gradients and momentum."""
-
-    def __init__(self, shape: Shape, k: int, device: torch.device) -> None:
-        self.shape, self.k, self.device = shape, k, device
-        generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the user's program
-
-        def gaussian() -> Tensor:
-            return torch.randn(k, *shape, device=device, generator=generator)
-
-        self.params, self.grads, self.momentum = list(gaussian().unbind(0)), list(gaussian().unbind(0)), gaussian()
-
-    def update(self, options: NsOptions) -> Callable[[], None]:
-        """A function that updates the batch once, as a step does."""
-        coefficients, storage = options.check(self.device)
-        return partial(
-            muon_update_,
-            self.params,
-            self.grads,
-            self.momentum,
-            lr=1e-3,
-            weight_decay=0.1,
-            beta=0.95,
-            nesterov=True,
-            scale=1.0,
-            coefficients=options.coefficients,
-            steps=options.steps,
-            dtype=options.dtype,
-            variant=step_variant(self.shape, self.k, coefficients, storage, self.device),
-        )
+def _update_of(shape: Shape, k: int, device: torch.device, options: NsOptions) -> Callable[[], None]:
+    """A function that updates ``k`` random matrices of ``shape`` once, as a step does."""
+    generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the user's program
+    coefficients, storage = options.check(device)
+    params, grads, momentum = (torch.randn(k, *shape, device=device, generator=generator) for _ in range(3))
+    return partial(
+        muon_update_,
+        list(params.unbind(0)),
+        list(grads.unbind(0)),
+        momentum,
+        lr=1e-3,
+        weight_decay=0.1,
+        beta=0.95,
+        nesterov=True,
+        scale=1.0,
+        coefficients=options.coefficients,
+        steps=options.steps,
+        dtype=options.dtype,
+        variant=step_variant(shape, k, coefficients, storage, device),
+    )
 
 
 def _summary(samples: Sequence[int]) -> Timing:

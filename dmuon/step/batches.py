@@ -217,7 +217,9 @@ class Batch:
         self.put(self.momenta[start:end], matrices)
 
     def runs(self, present: Set[int]) -> list[tuple[int, int]]:
-        """Longest ranges ``(start, end)`` of parameters whose ids are ``present``; one range if nothing is missing."""
+        """Longest ranges ``(start, end)`` of parameters with ids in ``present``; :attr:`whole` if none is missing."""
+        if self.ids <= present:
+            return self.whole
         ranges: list[tuple[int, int]] = []
         for index, param in enumerate(self.params):
             if id(param) in present and ranges and ranges[-1][1] == index:

@@ -24,8 +24,8 @@ from dmuon.comm.domain import AllToAll, Redistribution
 from dmuon.kernels import carrier_dtype, normalized_momentum
 from dmuon.step.batches import Bundle, SharedBatch
 from dmuon.step.replicated import ReplicatedRound
-from dmuon.step.rounds import Step, WholeNorms
-from dmuon.step.update import Numerics, kernel_of, with_zeros
+from dmuon.step.rounds import Step
+from dmuon.step.update import Numerics, in_rows, kernel_of
 
 
 class FullReplicationRound(ReplicatedRound):
@@ -41,7 +41,7 @@ class FullReplicationRound(ReplicatedRound):
         self._coming: Redistribution | None = None
         self._parts = [AllToAll([after], self.domain) for _, after in self.routes]  # this rank's, of what it has whole
 
-    def fold(self, step: Step) -> WholeNorms | None:
+    def fold(self, step: Step) -> None:
         self._coming = None  # a step before may have failed
         if self.momenta is None:
             parts: dict[int, Tensor] = {}
@@ -50,7 +50,6 @@ class FullReplicationRound(ReplicatedRound):
                 parts |= zip(bundle.numbers, momentum.split(bundle.counts), strict=True)
             with step.timer.phase("exchange"):
                 self._coming = Redistribution(self._before, parts, self._like, f"momentum of {self._what}")
-        return None
 
     def run(self, step: Step) -> Iterator[bool]:
         stages = super().run(step)
@@ -79,7 +78,7 @@ class FullReplicationRound(ReplicatedRound):
         kept = self.momenta[number]
         kernel = partial(kernel_of(group, normalized_momentum), eps=group["eps"])
         kernel = partial(kernel, beta=group["momentum"], nesterov=group["nesterov"])
-        runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
+        runs = batch.runs(step.present)
         found, norms_of_runs = [], []
         for start, end in runs:
             rows = slice(start * batch.each, end * batch.each)
@@ -90,8 +89,5 @@ class FullReplicationRound(ReplicatedRound):
             norms_of_runs.append(norms_of_run)
         [part] = Redistribution(self._parts[number], {0: kept}, kept, "nothing").wait().values()
         batch.put_momentum(0, len(batch.params), part)
-        if runs is batch.whole:
-            return found[0], norms_of_runs[0]
-        zeros = torch.zeros(x.shape, dtype=carrier_dtype(x.device, numerics.storage), device=x.device)
-        no_norms = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-        return with_zeros(found, batch, runs, zeros), with_zeros(norms_of_runs, batch, runs, no_norms)
+        update = in_rows(found, batch, runs, x.shape, carrier_dtype(x.device, numerics.storage))
+        return update, in_rows(norms_of_runs, batch, runs, (len(x),), torch.float64)

@@ -27,7 +27,7 @@ import torch.nn as nn
 
 from dmuon.model.matrix_spec import Names
 from dmuon.platform.torch_private import before_unshard, unshards_as_usual
-from dmuon.step.rounds import ExchangedRound, Step, WholeNorms, join_norms
+from dmuon.step.rounds import ExchangedRound, Step, join_norms
 
 
 class FusedRound(ExchangedRound):
@@ -67,12 +67,9 @@ class Deferred:
 
     def begin(self, step: Step) -> None:
         """Fold gradients into momentum, and send that to the owners. Collective."""
-        norms: list[WholeNorms] = []
         for round_ in self._rounds:
-            if (of_round := round_.fold(step)) is not None:
-                norms.append(of_round)
-        if norms:
-            join_norms(norms)
+            round_.fold(step)
+        join_norms(self._rounds)
         for number, round_ in enumerate(self._rounds):
             stages = round_.run(step)
             if next(stages, None) is not None:

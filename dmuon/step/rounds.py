@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.domain import AllToAll, Copies, Copying, Domain, Redistribution
+from dmuon.comm.domain import AllToAll, Copies, Copying, Redistribution
 from dmuon.kernels import (
     carrier_dtype,
     momentum_norms,
@@ -32,21 +32,11 @@ from dmuon.kernels import (
     normalized_momentum,
     normalized_update,
 )
-from dmuon.layout.matrices import Parcel, Strategy
+from dmuon.layout.matrices import Strategy
 from dmuon.platform.streams import PhaseTimer, Stream
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
 from dmuon.step.scaling import Arrived, Scaling, scale
-from dmuon.step.update import (
-    Done,
-    Numerics,
-    Terms,
-    apply,
-    fold,
-    kernel_of,
-    numerics_of,
-    orthogonalize,
-    with_zeros,
-)
+from dmuon.step.update import Done, Numerics, Terms, apply, fold, in_rows, kernel_of, numerics_of, orthogonalize
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +69,9 @@ class Round(ABC):
         queue: rounds of one domain, which are counted on their own when the next ones start ahead.
         knows_shapes: those of whole matrices, by which the batches' learning rates are scaled.
         scales: it lets ``scalings`` replace updates before they are applied.
+        squares: of the norms of all matrices in the round, fp64, of this rank's parts until :func:`join_norms` has
+            summed them. Where Newton–Schulz begins in half precision, parts are divided by these norms and travel as it
+            takes them, which is half the bytes of momentum: each rank rounds what the owner would round otherwise.
     """
 
     index: int
@@ -87,13 +80,14 @@ class Round(ABC):
     queue: int = 0
     knows_shapes: bool = True
     scales: bool = False
+    squares: Tensor | None = None
 
     @property
     def folded(self) -> Iterable[Batch]:
         """That into whose momentum gradients go: the batches, or what is made of them."""
         return self.batches
 
-    def fold(self, step: Step) -> WholeNorms | None:
+    def fold(self, step: Step) -> None:
         """Before any round runs: gradients go into momentum, if norms of whole matrices must be joined first."""
 
     @abstractmethod
@@ -127,7 +121,7 @@ class AloneRound(Round):
         if ready is None:
             numerics = numerics_of(group, batch.dtype, batch.device)
             kernel = partial(normalized_momentum, storage=numerics.storage, eps=group["eps"])
-            for run_of in batch.whole if batch.ids <= step.present else batch.runs(step.present):
+            for run_of in batch.runs(step.present):
                 with step.timer.phase("momentum"):
                     [(x, norms)] = fold(group, batch, [run_of], kernel)
                 updates.append((run_of, *orthogonalize(numerics, batch, run_of, x, norms, step.timer)))
@@ -143,50 +137,23 @@ class AloneRound(Round):
         return iter(())
 
 
-class WholeNorms:
-    """Norms of the matrices of one round, of which ranks have parts; right when they were joined.
-
-    Where Newton–Schulz begins in half precision, parts are divided by them and travel as it takes them, which is half
-    the bytes of momentum. Each rank rounds what the owner would round otherwise.
-
-    Args:
-        parcels: of the round's batches.
-        norms: by number of the batch, fp64 ``(count,)``, of this rank's parts. Of copies the owner's one counts.
-        device: of the norms, also where this rank has none.
-    """
-
-    def __init__(
-        self, parcels: Sequence[Parcel], domain: Domain, norms: Mapping[int, Tensor], device: torch.device
-    ) -> None:
-        self.domain = domain
-        self.counts = [parcel.count for parcel in parcels]
-        self.squares = torch.zeros(sum(self.counts), dtype=torch.float64, device=device)
-        slots = self.squares.split(self.counts)
-        counted = [i for i in norms if domain.position in parcels[i].to_owner.senders]
-        if counted:
-            torch._foreach_copy_([slots[i] for i in counted], [norms[i] for i in counted])
-            self.squares.square_()
-
-    def of_batches(self) -> list[Tensor]:
-        """By number of the batch, fp64 ``(count,)``."""
-        return list(self.squares.sqrt().split(self.counts))
-
-
-def join_norms(norms: Sequence[WholeNorms]) -> None:
-    """Sum squares over the ranks of each domain. Collective, one all-reduce a domain, in the order of ``norms``."""
-    by_domain: dict[int, list[WholeNorms]] = {}
-    for one in norms:
-        by_domain.setdefault(id(one.domain), []).append(one)
+def join_norms(rounds: Sequence[Round]) -> None:
+    """Sum squares over the ranks of each domain. Collective, one all-reduce a domain, in the order of ``rounds``."""
+    by_domain: dict[int, list[ExchangedRound]] = {}
+    for one in rounds:
+        if isinstance(one, ExchangedRound) and one.squares is not None:
+            by_domain.setdefault(id(one.domain), []).append(one)
     pending = []
     for members in by_domain.values():
-        domain, sums = members[0].domain, torch.cat([one.squares for one in members])
+        parts = [one.squares for one in members if one.squares is not None]
+        domain, sums = members[0].domain, torch.cat(parts)
         launch = partial(dist.all_reduce, sums, group=domain.group, async_op=True)
         what = f"norms of {len(sums)} matrices"
-        pending.append((domain.monitor.start(domain.lane, what, launch), members, sums))
-    for work, members, sums in pending:
+        pending.append((domain.monitor.start(domain.lane, what, launch), members, sums.split([*map(len, parts)])))
+    for work, members, squares in pending:
         work.wait()
-        for one, squares in zip(members, sums.split([len(one.squares) for one in members]), strict=True):
-            one.squares = squares
+        for one, of_round in zip(members, squares, strict=True):
+            one.squares = of_round
 
 
 class ExchangedRound(Round):
@@ -214,6 +181,7 @@ class ExchangedRound(Round):
         self.domain = batches[0].domain
         self.queue = id(self.domain)
         self.parcels = [batch.parcel for batch in batches]
+        self._counts = [parcel.count for parcel in self.parcels]
         self.exchanged = any(len(parcel.holders) > 1 for parcel in self.parcels)
         self._what = what
         self._ids = frozenset[int]().union(*(batch.ids for batch in batches))
@@ -223,40 +191,42 @@ class ExchangedRound(Round):
         self.routes = [parcel.routes(here) for parcel in self.parcels]
         held = {i: batch for i, batch in enumerate(self.batches) if here in batch.parcel.spread.parts}
         self.bundles: list[Bundle] = make_bundles(held, owned)
-        self._norms: WholeNorms | None = None
 
     @property
     def folded(self) -> Iterable[Batch]:
         return (bundle.joint for bundle in self.bundles)
 
-    def fold(self, step: Step) -> WholeNorms | None:
-        self._norms = None  # a step before may have failed
+    def fold(self, step: Step) -> None:
+        self.squares = None  # a step before may have failed
         group = step.options[self.index]
         # A round of one rank's own matrices is unknown to the others.
         numerics = numerics_of(group, self._like.dtype, self._like.device)
         if not self.exchanged or not (numerics.sent_normalized or self.joins_norms):
-            return None
+            return
         if step.present.isdisjoint(self._ids):
-            return None
+            return
         norms: dict[int, Tensor] = {}
         with step.timer.phase("momentum"):
             for bundle in self.bundles:
                 batch = bundle.joint
-                runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
+                runs = batch.runs(step.present)
                 found = fold(group, batch, runs, momentum_norms, again=True)
-                if runs is not batch.whole:
-                    zeros = torch.zeros(batch.count, dtype=torch.float64, device=batch.device)
-                    found = [with_zeros(found, batch, runs, zeros)]
-                norms |= zip(bundle.numbers, found[0].split(bundle.counts), strict=True)
-            self._norms = WholeNorms(self.parcels, self.domain, norms, self._like.device)
-        return self._norms
+                of_bundle = in_rows(found, batch, runs, (batch.count,), torch.float64)
+                norms |= zip(bundle.numbers, of_bundle.split(bundle.counts), strict=True)
+            self.squares = torch.zeros(sum(self._counts), dtype=torch.float64, device=self._like.device)
+            slots = self.squares.split(self._counts)
+            # Of copies the owner's one counts.
+            counted = [i for i in norms if self.domain.position in self.parcels[i].to_owner.senders]
+            if counted:
+                torch._foreach_copy_([slots[i] for i in counted], [norms[i] for i in counted])
+                self.squares.square_()
 
     def run(self, step: Step) -> Iterator[bool]:
         if step.present.isdisjoint(self._ids):
             return
         group, timer = step.options[self.index], step.timer
         numerics = numerics_of(group, self._like.dtype, self._like.device)
-        norms, self._norms = None if self._norms is None else self._norms.of_batches(), None
+        norms, self.squares = None if self.squares is None else self.squares.sqrt().split(self._counts), None
         parts: dict[int, Tensor] = {}
         with timer.phase("momentum"):
             for bundle in self.bundles:
@@ -282,7 +252,10 @@ class ExchangedRound(Round):
                 x, of_batch = self._begun(step, i, x, numerics, norms)
             whole[i], done = self.orthogonalize(numerics, batch, batch.whole[0], x, of_batch, timer)
             del x
-            step.done += [done] if batch.ids <= step.present else _of_runs(done, batch, batch.runs(step.present))
+            # Matrices that no rank has a gradient of have travelled along, and are not updated.
+            for start, end in batch.runs(step.present):
+                some = slice(start * batch.each, end * batch.each)
+                step.done.append(Done(done.matrices[some], done.shape, done.variant, done.norms[some]))
         with timer.phase("exchange"):
             like = self._like.to(numerics.storage)
             arriving: Redistribution | Copying
@@ -309,7 +282,7 @@ class ExchangedRound(Round):
                 if i in updates:
                     arrived.append(updates.pop(i))
             joint = bundle.joint
-            runs = joint.whole if joint.ids <= step.present else joint.runs(step.present)
+            runs = joint.runs(step.present)
             if runs is joint.whole:
                 apply(group, joint, runs[0], arrived, timer, record=step.record)
             elif runs:
@@ -321,7 +294,7 @@ class ExchangedRound(Round):
     def _sent(self, step: Step, bundle: Bundle, numerics: Numerics, norms: Sequence[Tensor] | None) -> Tensor:
         """What this rank sends of a bundle: gradients go into momentum, unless they are in it with ``norms``."""
         group, batch = step.options[self.index], bundle.joint
-        runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
+        runs = batch.runs(step.present)
         if norms is None:
             found = fold(group, batch, runs, momentum_update)
         else:
@@ -335,12 +308,8 @@ class ExchangedRound(Round):
                     kernel_of(group, momentum_norms)(grads, momentum, **options)
                     batch.put_momentum(start, end, momentum)
                 found.append(kernel(grads, momentum, rows, storage=numerics.storage, eps=group["eps"]))
-        if runs is not batch.whole:
-            shape = batch.momentum(0, len(batch.params)).shape
-            dtype = batch.dtype if norms is None else numerics.storage
-            found = [with_zeros(found, batch, runs, torch.zeros(shape, dtype=dtype, device=batch.device))]
-        [update] = found
-        return update
+        shape = found[0].shape if runs is batch.whole else batch.momentum(0, len(batch.params)).shape
+        return in_rows(found, batch, runs, shape, batch.dtype if norms is None else numerics.storage)
 
     def _begun(
         self, step: Step, number: int, x: Tensor, numerics: Numerics, norms: Sequence[Tensor] | None
@@ -387,12 +356,6 @@ class ExchangedRound(Round):
         parcels = [(parcel.count, parcel.layout.shape, parcel.team or parcel.owner) for parcel in self.parcels]
         way = "" if self.has_owners else f", {self.parcels[0].strategy}"
         return f"{self._what} as (count, shape, owner) {parcels}{way}"
-
-
-def _of_runs(done: Done, batch: Batch, runs: Sequence[tuple[int, int]]) -> list[Done]:
-    """``done`` without the matrices that no rank has a gradient of: these travelled along, and are not updated."""
-    rows = [slice(start * batch.each, end * batch.each) for start, end in runs]
-    return [Done(done.matrices[some], done.shape, done.variant, done.norms[some]) for some in rows]
 
 
 def exchanged_rounds(
@@ -493,14 +456,11 @@ class Schedule:
         the one before; with none of them, every collective ends before the next thing begins. Collectives start in one
         order on all ranks that share them, whatever other rounds these ranks have.
         """
-        norms = []
         for round_ in self._exchanged:
-            of_round = round_.fold(step)
-            if of_round is not None:
-                norms.append(of_round)
-        if norms:
+            round_.fold(step)
+        if any(round_.squares is not None for round_ in self._exchanged):
             with step.timer.phase("exchange"):
-                join_norms(norms)
+                join_norms(self._exchanged)
         started: dict[int, Iterator[bool]] = {}  # by turn
         is_last: dict[int, bool] = {}  # whether it sends nothing more
         leaving: list[int] = []  # turns of those that have computed

@@ -124,11 +124,16 @@ def fold(
     return found
 
 
-def with_zeros(found: Sequence[Tensor], batch: Batch, runs: Sequence[tuple[int, int]], zeros: Tensor) -> Tensor:
-    """What :func:`fold` has found of ``runs``, in their rows of ``zeros``, which are for all of a batch."""
-    for (start, end), rows in zip(runs, found, strict=True):
-        zeros[start * batch.each : end * batch.each] = rows
-    return zeros
+def in_rows(
+    found: Sequence[Tensor], batch: Batch, runs: Sequence[tuple[int, int]], shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """What :func:`fold` has found of ``runs``, in its rows of all of a batch, which has ``shape``; zeros elsewhere."""
+    if runs is batch.whole:
+        return found[0]
+    rows = torch.zeros(tuple(shape), dtype=dtype, device=batch.device)
+    for (start, end), part in zip(runs, found, strict=True):
+        rows[start * batch.each : end * batch.each] = part
+    return rows
 
 
 def orthogonalize(

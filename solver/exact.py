@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from .child import SolverFailed, run_search
 from .heuristics import shorten
 from .inputs import SolveOptions
-from .pattern_milp import MilpSolver, PatternPool, knapsack_items
+from .pattern_milp import MilpSolver, PatternPool
 from .problem import Counts, Problem
 
 # Items; beyond it one pricing problem takes about a second, and classes are so large that the envelope bound is tight.
@@ -52,13 +52,14 @@ def refine(problem: Problem, start: Solution, options: SolveOptions) -> Solution
         return replace(start, proof="the envelope bound")
     if options.method == "greedy":
         return replace(start, note="method 'greedy' runs no MILP")
-    items = knapsack_items(problem, makespan)
+    items = int(problem.most(makespan).max(axis=1).sum())
     if options.method == "auto" and items > _LARGEST_KNAPSACK:
         return replace(start, note=f"the MILP's pricing problem has {items} items: too many")
     try:
         found: Solution
         found, fault = run_search((problem, start, options), options.time_limit_s)
-        if not (problem.is_complete(found.counts) and start.bound <= found.bound <= problem.makespan(found.counts)):
+        handed_out = bool((found.counts >= 0).all()) and found.counts.sum(axis=0).tolist() == list(problem.members)
+        if not handed_out or not start.bound <= found.bound <= problem.makespan(found.counts):
             raise SolverFailed("its answer does not hold")
         if found.cut_off and not found.note:
             found = replace(found, note=f"failed: {fault}")

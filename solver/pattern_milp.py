@@ -76,11 +76,6 @@ class MilpSolver:
         return status
 
 
-def knapsack_items(problem: Problem, capacity: int) -> int:
-    """Items of one pricing problem: what its cost grows with."""
-    return int(problem.most(capacity).max(axis=1).sum())
-
-
 @dataclass(eq=False)
 class PatternPool:
     """Patterns found so far, ``(kind, counts)``, in the order in which they were found."""

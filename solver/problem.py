@@ -74,18 +74,9 @@ class Problem:
         """Nanoseconds of the slowest rank; at least ``FORBIDDEN`` if a rank owns what it may not."""
         return int(self.loads(counts).max())
 
-    @property
-    def ceiling(self) -> int:
-        """Nanoseconds that no rank exceeds as long as it owns only what it may."""
-        return int(self.starts.max() + sum(cost[cost < FORBIDDEN].max() for cost in self.costs))
-
     def rank_bytes(self, counts: Counts) -> Ints:
         """Bytes per row of ``counts``."""
         return np.asarray(counts @ self.nbytes, dtype=np.int64)
-
-    def is_complete(self, counts: Counts) -> bool:
-        """Whether ``counts`` hands out every matrix once."""
-        return bool((counts >= 0).all()) and counts.sum(axis=0).tolist() == list(self.members)
 
     def most(self, capacity: int) -> Ints:
         """Matrices of each class alone that fit one rank of each kind within ``capacity`` ns: ``(classes, kinds)``."""
@@ -156,13 +147,14 @@ def lower_bound(problem: Problem) -> int:
     ranks = np.array(problem.ranks_per_kind)
 
     def fits(capacity: int) -> bool:
-        most = problem.most(capacity)
-        if any(int(ranks @ most[s]) < members for s, members in enumerate(problem.members)):
+        alone = problem.most(capacity)
+        if any(int(ranks @ alone[s]) < members for s, members in enumerate(problem.members)):
             return False
-        return all(envelope.fits(capacity, most) for envelope in envelopes)
+        return all(envelope.fits(capacity, alone) for envelope in envelopes)
 
     least = max(1, int(problem.starts.max()))
-    return bisect_left(range(problem.ceiling + 1), True, lo=least, key=fits)
+    most = int(problem.starts.max() + sum(cost[cost < FORBIDDEN].max() for cost in problem.costs))
+    return bisect_left(range(most + 1), True, lo=least, key=fits)
 
 
 class _Envelope:

@@ -94,7 +94,13 @@ def exchange_for(
         )
         state[LAYOUTS] = layouts
     owners = (GlobalRank(0),) * len(params)
-    refused = _beside_own_functions(strategies, params, names) if strategies and not by_recipe else None
+    beside = [] if by_recipe else [pair for pair in zip(params, names, strict=True) if id(pair[0]) in strategies]
+    refused = None
+    for param, name in beside[:1]:
+        refused = ValueError(
+            f"strategy={strategies[id(param)]!r} for {name!r}, and functions of the user's own in distributed_config "
+            "say who orthogonalizes what: leave strategy= out, or use a generated configuration"
+        )
     first = FirstError(refused, through=(CollectiveError,))
     with first:  # ranks that share other matrices with this one must hear of whatever is raised
         if layouts is not None and assigned is recipe:
@@ -132,18 +138,6 @@ def exchange_for(
     if by_layout and layouts is not None:
         return LayoutExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
     return UserExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
-
-
-def _beside_own_functions(
-    strategies: Mapping[int, str], params: Sequence[Tensor], names: Sequence[str]
-) -> ValueError | None:
-    for param, name in zip(params, names, strict=True):
-        if id(param) in strategies:
-            return ValueError(
-                f"strategy={strategies[id(param)]!r} for {name!r}, and functions of the user's own in "
-                "distributed_config say who orthogonalizes what: leave strategy= out, or use a generated configuration"
-            )
-    return None
 
 
 def _domain_of_users(

@@ -299,7 +299,11 @@ class GatherByLayout(ByLayout):
 
     def __call__(self, update: Tensor, dst_rank: GlobalRank, state: dict[str, Any]) -> Tensor | None:
         local = local_tensor(update).detach()
-        layouts, index = _under_way(state) or self._single(update, state)
+        found = _under_way(state)
+        if found is None:
+            state[_SINGLE] = lay_out(self.recipe, [update], ["update"], last=state.get(_SINGLE))
+            found = state[_SINGLE], 0
+        layouts, index = found
         expected = local_tensor(layouts.params[index]).shape
         if local.shape != expected:
             raise RuntimeError(
@@ -316,12 +320,6 @@ class GatherByLayout(ByLayout):
         wholes = redistribute_all([parcel.to_owner], {0: part}, domain, local, what)
         return wholes[0][0] if wholes else None
 
-    def _single(self, update: Tensor, state: dict[str, Any]) -> tuple[Layouts, int]:
-        last, _ = state.get(_SINGLE, (None, 0))
-        layouts = lay_out(self.recipe, [update], ["update"], last=last)
-        state[_SINGLE] = layouts, 0
-        return layouts, 0
-
 
 class RedistributeByLayout(ByLayout):
     """``redistribute_fn(update, src_rank, state)``: this rank's part of what ``src_rank`` has whole.
@@ -333,7 +331,7 @@ class RedistributeByLayout(ByLayout):
     """
 
     def __call__(self, update: Tensor | None, src_rank: GlobalRank, state: dict[str, Any]) -> Tensor:
-        layouts, index = _under_way(state) or state.get(_SINGLE, (None, 0))
+        layouts, index = _under_way(state) or (state.get(_SINGLE), 0)
         if layouts is None:
             raise RuntimeError("redistribute_fn was called before gather_fn, which learns where the tensor lies")
         placed, local = layouts.placed[index], local_tensor(layouts.params[index])

@@ -429,7 +429,8 @@ def shares(layout: ShardLayout, spec: MatrixSpec) -> tuple[Share, ...]:
         for part, runs in enumerate(spec.runs(stacked.shape[spec.dim])):
             cut = [within(piece.runs[axis], runs) for piece in cell.layout.pieces]
             pieces = tuple(
-                _replaced(piece, axis, of_part) for piece, (of_part, _) in zip(cell.layout.pieces, cut, strict=True)
+                Piece((*piece.runs[:axis], of_part, *piece.runs[axis + 1 :]))
+                for piece, (of_part, _) in zip(cell.layout.pieces, cut, strict=True)
             )
             shape = list(cell.layout.shape)
             shape[axis] = sum(stop - start for start, stop in runs)
@@ -491,7 +492,3 @@ def _stacked(layout: ShardLayout, spec: MatrixSpec) -> ShardLayout:
             runs = (runs[0], tuple((start * inner, stop * inner) for start, stop in runs[1] if all(runs[2:])))
         pieces.append(Piece((((0, 1),), *runs)))
     return ShardLayout(shape, tuple(pieces), layout.replicas)
-
-
-def _replaced(piece: Piece, axis: int, runs: Runs) -> Piece:
-    return Piece(tuple(runs if dim == axis else of_dim for dim, of_dim in enumerate(piece.runs)))

@@ -71,7 +71,9 @@ def clip_grad_norm_(
     tensors = _listed(parameters)
     _require_alike(tensors)
     grads = _gradients(tensors, foreach)
-    _check_elements(grads, order)
+    for number, grad in enumerate(() if 0 <= order < math.inf else grads):
+        if not grad.numel():
+            raise RuntimeError(f"{_name(number, grad)} has no elements, and so no norm of order {order}")
     if not grads and pp_mesh is None:
         return torch.zeros(())
     total = _total_norm(grads, order, foreach, pp_mesh)
@@ -163,14 +165,6 @@ def _gradients(tensors: Sequence[Tensor], foreach: bool | None) -> list[Tensor]:
 def _name(number: int, grad: Tensor) -> str:
     named = repr(grad.fqn) if isinstance(grad, OwnedTensor) else f"number {number}"
     return f"gradient {named} of shape {tuple(grad.shape)}"
-
-
-def _check_elements(grads: Sequence[Tensor], order: float) -> None:
-    if 0 <= order < math.inf:
-        return
-    for number, grad in enumerate(grads):
-        if not grad.numel():
-            raise RuntimeError(f"{_name(number, grad)} has no elements, and so no norm of order {order}")
 
 
 def _total_norm(grads: Sequence[Tensor], order: float, foreach: bool | None, pp_mesh: DeviceMesh | None) -> Tensor:

@@ -28,7 +28,6 @@ from dmuon.model.makeup import (
 )
 from dmuon.model.matrix_spec import MatrixSpec, Names, is_remembered, remember_spec, shape_of, spec_of
 from dmuon.model.routing import UNINITIALIZED, Exclude, Route, Select, notice, route_parameters
-from dmuon.optimizer.options import check_half, check_names, check_options
 from dmuon.optimizer.wrapping import in_original_shapes, note_flat_shards, replicated_by_ddp
 from dmuon.planning.device_key import NS_DEFAULTS
 from dmuon.platform.log import logger
@@ -403,21 +402,13 @@ def inherit_ns(group: dict[str, Any]) -> None:
         group[name] = value if group[name] is None else group[name]
 
 
-def check_group(group: Mapping[str, Any], *, shards: bool, flat: bool) -> None:
-    """Raise ValueError or TypeError for an option or a parameter that the group's route cannot take.
+def check_param(param: Tensor, use_muon: bool, *, shards: bool, flat: bool) -> None:
+    """Raise ValueError for a parameter that the route of its group cannot take.
 
     Args:
         shards: plain tensors may be shards, whose shapes say nothing of the whole ones.
         flat: they may have one dimension, or any number: a user's own functions know of what they are.
     """
-    check_names(group)
-    check_options(group)
-    for param in group["params"]:
-        _check_param(param, group["use_muon"], shards, flat)
-    check_half(group)
-
-
-def _check_param(param: Tensor, use_muon: bool, shards: bool, flat: bool) -> None:
     name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {shape_of(param)}"
     if use_muon and unwrapped_for_ddp(param):
         raise ValueError(

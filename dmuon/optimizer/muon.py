@@ -23,7 +23,7 @@ from dmuon.model.routing import Exclude, Select
 from dmuon.optimizer.groups import (
     as_group,
     carry_over,
-    check_group,
+    check_param,
     groups_from,
     inherit_ns,
     names_in,
@@ -38,9 +38,11 @@ from dmuon.optimizer.options import (
     STATE_OPTIONS,
     USUAL,
     Description,
-    check_edited,
     check_functions,
+    check_half,
     check_halves,
+    check_names,
+    check_options,
     check_scalings,
     check_strategy,
     describe,
@@ -50,7 +52,7 @@ from dmuon.optimizer.options import (
 )
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
-from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
+from dmuon.optimizer.state import Momentum, Origin, copyable_origin, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.wrapping import (
     Averagers,
     Wrapping,
@@ -70,7 +72,7 @@ from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import Deferred, FusedRound
 from dmuon.step.half_weights import ROUNDING_STEP, Places, is_rounded, new_masters
 from dmuon.step.overlap import EarlyUpdates
-from dmuon.step.residency import align_gradients, lay_out
+from dmuon.step.residency import MATRIX_STATE, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Schedule, Step
 from dmuon.step.update import Done, Orthogonalize
 
@@ -283,7 +285,10 @@ class Muon(torch.optim.Optimizer):
                 "an optimizer with qk_clip, which knows the modules of its model, cannot be copied or pickled: save "
                 "optimizer.state_dict(), and load it into an optimizer that was built with a QKClip of its own model"
             )
-        return {**super().__getstate__(), "state": copyable_state(self.state), "origin": origin}
+        state = {}
+        for param, values in self.state.items():  # each view would be pickled with the whole stack that it shows
+            state[param] = {name: one.clone() if name in MATRIX_STATE else one for name, one in values.items()}
+        return {**super().__getstate__(), "state": state, "origin": origin}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, or as torch calls it after a load."""
@@ -328,7 +333,11 @@ class Muon(torch.optim.Optimizer):
                     inherit_ns(group)
                 config = self._origin.config
                 own = config is not None and recipe_of(config) is None
-                check_group(group, shards=config is not None, flat=own)
+                check_names(group)
+                check_options(group)
+                for param in group["params"]:
+                    check_param(param, group["use_muon"], shards=config is not None, flat=own)
+                check_half(group)
                 for name in [name for name in RARE if name in group and group[name] == USUAL[name]]:
                     del group[name]
                 if group.get("bf16_stochastic_round"):
@@ -528,7 +537,11 @@ class Muon(torch.optim.Optimizer):
         align_gradients(self.param_groups, self._names)
         described = [*map(describe, self.param_groups)]
         if described != self._checked:
-            check_edited(self.param_groups)
+            for index, group in enumerate(self.param_groups):
+                try:
+                    check_options(group, wait=False)
+                except (TypeError, ValueError) as fault:
+                    raise type(fault)(f"group {index} of the optimizer was edited: {fault}") from None
             if self._is_as_laid_out():
                 self._check_edited()
             self._checked = described

@@ -277,19 +277,6 @@ def check_half(group: Mapping[str, Any]) -> None:
             )
 
 
-def check_edited(groups: Groups) -> None:
-    """Refuse what somebody put into the groups of an optimizer.
-
-    Raises:
-        TypeError, ValueError: names group and option.
-    """
-    for index, group in enumerate(groups):
-        try:
-            check_options(group, wait=False)
-        except (TypeError, ValueError) as fault:
-            raise type(fault)(f"group {index} of the optimizer was edited: {fault}") from None
-
-
 def check_names(group: Mapping[str, Any]) -> None:
     """Refuse names in a group that were meant for an option, and would be ignored. Others are the user's own.
 

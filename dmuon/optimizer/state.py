@@ -555,11 +555,3 @@ def origin_of_copy(copied: Copyable) -> Origin:
         if spec is not None:
             remember_spec(param, spec)
     return replace(origin, names={id(param): name for param, name, _ in described if name is not None})
-
-
-def copyable_state(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """``state`` with moments that stand alone: each view would be pickled with the whole stack that it shows."""
-    return {
-        param: {name: value.clone() if name in MATRIX_STATE else value for name, value in values.items()}
-        for param, values in state.items()
-    }

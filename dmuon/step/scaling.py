@@ -93,7 +93,11 @@ def scale(
         for sums, what in scaling.stages(group, arrived):
             if sums:
                 assert domain is not None, "what one rank has alone adds up nothing"
-                _sum_over_ranks(sums, domain, what)
+                flat = torch.cat([one.reshape(-1) for one in sums])
+                launch = partial(dist.all_reduce, flat, group=domain.group, async_op=True)
+                domain.monitor.start(domain.lane, f"{what} of {len(sums)} batches", launch).wait()
+                pairs = zip(flat.split([one.numel() for one in sums]), sums, strict=True)
+                torch._foreach_copy_(list(sums), [part.view(one.shape) for part, one in pairs])
 
 
 def joined(arrived: Sequence[Arrived], terms: Sequence[Tensor]) -> list[Tensor]:
@@ -119,12 +123,3 @@ def over_norms(shape: tuple[int, int], squared_norms: Tensor) -> Tensor:
     """By what matrices of ``shape`` are multiplied to have the norm of an orthogonal factor; zeros stay zeros."""
     norms = squared_norms.sqrt()
     return torch.where(norms == 0, 0.0, min(shape) ** 0.5 / norms)
-
-
-def _sum_over_ranks(values: Sequence[Tensor], domain: Domain, what: str) -> None:
-    """Sum tensors of one dtype over a domain, all ranks of which have them, in place."""
-    flat = torch.cat([value.reshape(-1) for value in values])
-    launch = partial(dist.all_reduce, flat, group=domain.group, async_op=True)
-    domain.monitor.start(domain.lane, f"{what} of {len(values)} batches", launch).wait()
-    parts = flat.split([value.numel() for value in values])
-    torch._foreach_copy_(list(values), [part.view(value.shape) for part, value in zip(parts, values, strict=True)])

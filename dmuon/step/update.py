@@ -225,8 +225,9 @@ def apply(
             if group["weight_decay_mode"] == "independent":
                 lr, factor = 1.0, lr * scale
             else:
-                if group["weight_decay_mode"] == "cautious":
-                    _decay_where_update_does(matrices, update, lr * decay)
+                if group["weight_decay_mode"] == "cautious":  # what the update does not take away from zero decays
+                    for weight, part in zip(matrices, _parts(update), strict=True):
+                        weight.sub_(weight * (weight.sign() * part.sign() >= 0), alpha=lr * decay)
                 decay = 0.0
         apply_update_(matrices, update, lr=lr, weight_decay=decay, scale=factor)
         if masters:
@@ -243,12 +244,6 @@ def apply(
         if record is not None and parts and parts[0].numel():
             labels = batch.labels[start * batch.each : end * batch.each]
             record.append(_terms_of(labels, batch.shape, group["lr"] * scale, parts, matrices))
-
-
-def _decay_where_update_does(weights: Sequence[Tensor], update: Tensor | Sequence[Tensor], decay: float) -> None:
-    """Multiply by ``1 - decay`` what the update does not take away from zero, as "Cautious Weight Decay" does."""
-    for weight, part in zip(weights, _parts(update), strict=True):
-        weight.sub_(weight * (weight.sign() * part.sign() >= 0), alpha=decay)
 
 
 def _parts(update: Tensor | Sequence[Tensor]) -> list[Tensor]:

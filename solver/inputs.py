@@ -162,11 +162,7 @@ class SolveOptions:
 
 
 def check_matrices(matrices: Iterable[Matrix]) -> tuple[Matrix, ...]:
-    """``matrices`` sorted by name, so that the order of the input cannot reach the plan.
-
-    Raises:
-        ValueError: no matrix, or two of one name.
-    """
+    """``matrices`` sorted by name, so that the order of the input cannot reach the plan."""
     unordered = list(matrices)
     for m in unordered:
         if not isinstance(m, Matrix):
@@ -181,11 +177,7 @@ def check_matrices(matrices: Iterable[Matrix]) -> tuple[Matrix, ...]:
 
 
 def check_ranks(ranks: int | Sequence[Rank]) -> tuple[Rank, ...]:
-    """The ranks in the order of their indices; a number stands for so many equal ones on one node.
-
-    Raises:
-        ValueError: no rank, or indices that are not 0 … R-1.
-    """
+    """The ranks in the order of their indices; a number stands for so many equal ones on one node."""
     if isinstance(ranks, Sequence):
         for rank in ranks:
             if not isinstance(rank, Rank):

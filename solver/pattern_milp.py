@@ -136,9 +136,6 @@ class PatternPool:
 
         First the integer program over all patterns, then, if these do not suffice, a dive: patterns that the linear
         program wants whole are taken, and new ones are priced for the rest. ``None`` proves nothing.
-
-        Raises:
-            SolverFailed: a crash, or an answer that does not hold.
         """
         problem = self.problem
         members, ranks = np.array(problem.members), np.array(problem.ranks_per_kind)

@@ -106,11 +106,7 @@ class DistributedConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayoutOptions:
-    """What all generators have in common; :func:`dmuon.create_dtensor_config` explains each option.
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range.
-    """
+    """What all generators have in common; :func:`dmuon.create_dtensor_config` explains each option."""
 
     costs: Costs = None
     solve: SolveOptions | None = None

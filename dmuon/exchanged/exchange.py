@@ -68,9 +68,6 @@ def exchange_for(
         ns: how it orthogonalizes.
         strategies: by ``id``, of those parameters that have not just owners.
         start_ns: what this rank is predicted to take for what is not exchanged.
-
-    Raises:
-        ValueError: strategies beside a user's own functions.
     """
     config = given or default_config(copies, params)
     if config is None or not (params or dist.is_initialized()):
@@ -467,11 +464,7 @@ class LayoutExchange(Exchange):
 
 @dataclass(eq=False, repr=False)
 class UserExchange(Exchange):
-    """By a user's ``gather_fn`` and ``redistribute_fn``, or one of them: one parameter of each owner at a time.
-
-    Raises:
-        TypeError: a function that cannot be called with a tensor, a rank and the state.
-    """
+    """By a user's ``gather_fn`` and ``redistribute_fn``, or one of them: one parameter of each owner at a time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

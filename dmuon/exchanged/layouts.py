@@ -352,11 +352,7 @@ def _chosen(
     ns: NsOptions,
     start_ns: int,
 ) -> tuple[dict[str, Choice], OwnerPlan | None, Ranking]:
-    """What is not left to owners, of parameters of ``"auto"`` or with teams; the plan of the rest; the comparison.
-
-    Raises:
-        ValueError: teams in a domain of which only some ranks hold what others share.
-    """
+    """What is not left to owners, of parameters of ``"auto"`` or with teams; the plan of the rest; the comparison."""
     options = layouts.recipe.options
     ways = dict(zip(layouts.labels, layouts.strategies, strict=True))
     auto = {label for label, way in ways.items() if way == "auto"}
@@ -563,11 +559,7 @@ def _tasks_of(
 
 
 def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parcel:
-    """One matrix, or a stack as a whole, that ``owner`` gets.
-
-    Raises:
-        ValueError: ``owner`` does not hold the parameter.
-    """
+    """One matrix, or a stack as a whole, that ``owner`` gets."""
     if owner not in placed.ranks:
         raise _not_held(placed, owner, name)
     return Parcel(1, spread_over_all(placed.layout), position_in(placed.ranks, owner))

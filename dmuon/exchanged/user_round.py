@@ -32,11 +32,7 @@ from dmuon.step.update import Done, apply, fold, numerics_of, orthogonalize
 
 
 def tensor_of(function: str, returned: object) -> Tensor | None:
-    """What a call of a user's function comes to, once its communication has finished; None where it gave none.
-
-    Raises:
-        TypeError: the function returned something that it must not, by the function's name.
-    """
+    """What a call of a user's function comes to, once its communication has finished; None where it gave none."""
     if isinstance(returned, tuple):
         tensor, work = returned if len(returned) == 2 else (returned, returned)  # a tuple is neither
         if not (tensor is None or isinstance(tensor, Tensor)) or not (work is None or isinstance(work, Waitable)):
@@ -68,9 +64,6 @@ class UserFunctions:
 
     ``config.state["rank"]`` must be set by now. What dmuon has set is put back before every call: another optimizer
     with this configuration sets the same entries. :func:`tensor_of` waits for what a call returns.
-
-    Raises:
-        TypeError: a function that cannot be called with a tensor, a rank and the state.
     """
 
     def __init__(self, config: DistributedConfig) -> None:
@@ -254,11 +247,7 @@ class UserRound(Round):
         return local
 
     def _parts(self, batches: Mapping[int, Batch], results: dict[int, object], timer: PhaseTimer) -> dict[int, Tensor]:
-        """What has been redistributed, by number.
-
-        Raises:
-            RuntimeError: anything but a tensor of this rank's part.
-        """
+        """What has been redistributed, by number."""
         parts: dict[int, Tensor] = {}
         first = FirstError()
         with timer.phase("exchange"):

@@ -88,11 +88,7 @@ def place_dtensor(param: DTensor, name: str, rank: GlobalRank) -> ParameterLayou
 
 
 def place_by_itself(param: Tensor, name: str, rank: GlobalRank) -> ParameterLayout | None:
-    """Where a parameter says itself that it lies, as DTensors and pieces of flat tensors do; None of any other.
-
-    Raises:
-        ValueError: a DTensor or a piece that does not lie as it says.
-    """
+    """Where a parameter says itself that it lies, as DTensors and pieces of flat tensors do; None of any other."""
     if isinstance(param, DTensor):
         return place_dtensor(param, name, rank)
     flat = flat_of(param)
@@ -200,11 +196,7 @@ def _reordered(layout: ShardLayout, order: tuple[int, ...]) -> ShardLayout:
 
 
 def place_replicated(param: Tensor, ranks: Sequence[GlobalRank]) -> ParameterLayout:
-    """Copies of ``param`` on each of ``ranks``.
-
-    Raises:
-        ValueError: for a rank that is named twice.
-    """
+    """Copies of ``param`` on each of ``ranks``."""
     layout = layout_of(param.shape, [len(ranks)], [Replicate()])
     if isinstance(ranks, Ranks):
         return ParameterLayout(ranks, layout)
@@ -236,9 +228,6 @@ def place(
     Args:
         rank: whose parameters these are; one of ``grid.ranks``.
         shard_dims: of all plain parameters, or a function that says it of one.
-
-    Raises:
-        ValueError: by the name of the parameter.
     """
     placed: list[ParameterLayout | None] = []
     cut: dict[int, Cuts] = {}
@@ -324,9 +313,6 @@ def place_shards(
 
     Args:
         shapes: of each of ``grid.ranks``, in their order, the names and local shapes of what is cut there.
-
-    Raises:
-        ValueError: ranks have others, or shapes that no tensor can have been cut into.
     """
     names = [[name for name, _ in of_rank] for of_rank in shapes]
     for other, of_rank in zip(grid.ranks, names, strict=True):

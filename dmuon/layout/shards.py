@@ -133,9 +133,6 @@ def layout_from_shapes(
         sizes: extents of the grid.
         dims: per dimension of the grid the dimension of the tensor that it cuts, or None where it holds copies. Where
             several cut one dimension, the first of them is the outermost.
-
-    Raises:
-        ValueError: shapes that no tensor can have been cut into, with their positions.
     """
     if len(sizes) != len(dims) or prod(sizes) != len(shapes):
         raise ValueError(f"{len(shapes)} local shapes and dims {tuple(dims)} for a grid of extents {tuple(sizes)}")
@@ -163,9 +160,6 @@ def cells(layout: ShardLayout) -> list[Cell]:
     """The runs of matrices of a stack ``(E, m, n)`` that have equal holders, in ascending order.
 
     A rank whose share of the rows or columns is empty holds the matrices that it has a share of, all the same.
-
-    Raises:
-        ValueError: a layout that is not of a stack.
     """
     if len(layout.shape) != 3:
         raise ValueError(f"a stack of matrices has 3 dimensions, the layout is of a tensor of shape {layout.shape}")

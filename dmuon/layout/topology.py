@@ -49,11 +49,7 @@ def positions(count: int) -> tuple[Position, ...]:
 
 
 def position_in(ranks: Sequence[GlobalRank], rank: GlobalRank) -> Position:
-    """Where ``rank`` stands in ``ranks``.
-
-    Raises:
-        ValueError: it is not one of them.
-    """
+    """Where ``rank`` stands in ``ranks``."""
     return Position(ranks.index(rank))
 
 

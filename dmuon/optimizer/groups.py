@@ -385,11 +385,7 @@ def _ordered(params: Set[Any]) -> list[Tensor]:
 
 
 def inherit_ns(group: dict[str, Any]) -> None:
-    """Take what ``dedicate_params`` was told of Newton–Schulz for what the group leaves open; defaults for the rest.
-
-    Raises:
-        ValueError: the group says otherwise.
-    """
+    """Take what ``dedicate_params`` was told of Newton–Schulz for what the group leaves open; defaults for the rest."""
     runtimes = dict.fromkeys(filter(None, map(runtime_of, group["params"])))
     for name, value in [item for runtime in runtimes for item in runtime.ns_options.items()]:
         if group[name] is not None and group[name] != value:

@@ -159,9 +159,6 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
 
     Args:
         wait: for an accelerator, whose tensors may hold an option; False leaves these unchecked.
-
-    Raises:
-        TypeError, ValueError: names the option.
     """
     for name in sorted(_ELSEWHERE.keys() & group.keys()):
         raise ValueError(f"option {name!r} is one of another library and means nothing here; write {_ELSEWHERE[name]}")
@@ -241,11 +238,7 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
 
 
 def check_halves(groups: Groups, names: Names) -> None:
-    """Refuse what is for weights in half precision where there are none.
-
-    Raises:
-        ValueError: names one of them.
-    """
+    """Refuse what is for weights in half precision where there are none."""
     for option, dtypes in zip(_OF_HALVES, (HALF, (torch.bfloat16,)), strict=True):
         params = [param for group in groups if group.get(option) for param in group["params"]]
         if params and not any(param.dtype in dtypes or isinstance(param, OwnedTensor) for param in params):
@@ -256,11 +249,7 @@ def check_halves(groups: Groups, names: Names) -> None:
 
 
 def check_half(group: Mapping[str, Any]) -> None:
-    """Refuse parameters that an option for half precision cannot take.
-
-    Raises:
-        ValueError: names the first.
-    """
+    """Refuse parameters that an option for half precision cannot take."""
     option = next((option for option in _OF_HALVES if group.get(option)), None)
     for param in group["params"] if option is not None else ():
         name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {shape_of(param)}"
@@ -278,11 +267,7 @@ def check_half(group: Mapping[str, Any]) -> None:
 
 
 def check_names(group: Mapping[str, Any]) -> None:
-    """Refuse names in a group that were meant for an option, and would be ignored. Others are the user's own.
-
-    Raises:
-        ValueError: names the option.
-    """
+    """Refuse names in a group that were meant for an option, and would be ignored. Others are the user's own."""
     options = (*options_of(group), STRATEGY) if group["use_muon"] else options_of(group)
     known = (*MUON_OPTIONS, STRATEGY, *ADAMW_OPTIONS, *_OF_THE_CONSTRUCTOR)
     for name in group:
@@ -443,9 +428,6 @@ def check_scalings(groups: Groups, rounds: Sequence[Round], names: Names, clippe
 
     Args:
         clipped: ids of those that QK-clip scales.
-
-    Raises:
-        ValueError: names group or parameter.
     """
     for round_ in rounds:
         group = groups[round_.index]

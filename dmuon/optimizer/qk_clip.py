@@ -408,9 +408,6 @@ def _layer(module: nn.Module, path: str, tree: ModuleTree | None = None) -> tupl
 
     Args:
         tree: of the model, to know by its class what a layer is made of before anybody remembers that.
-
-    Raises:
-        ValueError: there is no such parameter, or no such part of it.
     """
     name, _, number = path.rstrip("]").partition("[")
     holder: Any = module

@@ -104,11 +104,7 @@ class _Item:
 
 
 def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
-    """Make each value the momentum of its row, or begin that if there is none. Collective where a layout differs.
-
-    Raises:
-        ValueError: one has another shape.
-    """
+    """Make each value the momentum of its row, or begin that if there is none. Collective where a layout differs."""
     for row, value in values:  # before anything is written
         row.check(value)
     stacks = {row.local.untyped_storage().data_ptr() for row, _ in values if row.local.numel()}
@@ -205,11 +201,7 @@ class Momentum:
             state[row.param][row.key] = self.shown[id(row.like)] = row.residency.shown(row.like, row.local)
 
     def check(self, state: _State) -> None:
-        """Look for momentum that was put into ``state`` instead of being edited there. Changes nothing.
-
-        Raises:
-            ValueError: it cannot be its parameter's.
-        """
+        """Look for momentum that was put into ``state`` instead of being edited there. Changes nothing."""
         self.replaced = []
         for row in self._rows:
             value, shown = state.get(row.param, {}).get(row.key), self.shown.get(id(row.like))

@@ -297,9 +297,6 @@ def in_original_shapes(params: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
 
     Returns:
         By ``id`` of either, the other one.
-
-    Raises:
-        ValueError: modules hold others at the moment.
     """
     swap: dict[int, Tensor] = {}
     held: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -347,9 +344,6 @@ def find_residencies(
         last: how the optimizer exchanged some before.
         ns: how it orthogonalizes.
         strategies: by ``id``, of those that have not just owners.
-
-    Raises:
-        ValueError: some cannot be laid out.
     """
     others = [p for p in params if not isinstance(p, OwnedTensor)]
     if (flat_fault := fault_of_flat(others)) is not None:
@@ -460,9 +454,6 @@ def check_moment(device: torch.device, wrapping: Wrapping, *, copied: bool, para
         wrapping: of the model, which may let ranks leave a loop early.
         copied: DDP averages gradients.
         params: ids of what the optimizer trains.
-
-    Raises:
-        RuntimeError: says what to do.
     """
     if is_capturing(device):
         raise RuntimeError(

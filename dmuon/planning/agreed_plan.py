@@ -54,11 +54,7 @@ def check_options(costs: object, solve: object, plan: object, ranks: object = No
 
 
 def check_speeds(ranks: object) -> None:
-    """Refuse what ``ranks=`` cannot be: anything but positive numbers, one for each rank there is.
-
-    Raises:
-        TypeError, ValueError: says what to write.
-    """
+    """Refuse what ``ranks=`` cannot be: anything but positive numbers, one for each rank there is."""
     remedy = "give a list of speeds, one for each rank of the job, such as [1.0, 0.5], or leave it out"
     if ranks is None:
         return

@@ -157,11 +157,7 @@ class CostCache:
         return json.dumps(document, indent=1) + "\n"
 
     def merge(self, other: CostCache, name: str = "cost cache") -> CostCache:
-        """Both, entries of ``other`` winning.
-
-        Raises:
-            CostCacheError: the keys differ.
-        """
+        """Both, entries of ``other`` winning."""
         differences = self.key.differences(other.key)
         if differences:
             field, (value, other_value) = next(iter(differences.items()))
@@ -240,11 +236,7 @@ def _object(data: object, name: str) -> dict[str, Any]:
 
 
 def parse_shape(text: str) -> Shape:
-    """The two sides that ``text`` names, such as ``"1024x4096"``, in its order.
-
-    Raises:
-        ValueError: ``text`` is something else.
-    """
+    """The two sides that ``text`` names, such as ``"1024x4096"``, in its order."""
     if not re.fullmatch(_SHAPE, text):
         raise ValueError(f"shape {text!r} is not like '1024x4096'")
     first, second = map(int, text.split("x"))

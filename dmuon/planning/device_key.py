@@ -43,11 +43,7 @@ class NsOptions:
         return cls(*(value if given.get(name) is None else given[name] for name, value in NS_DEFAULTS.items()))
 
     def check(self, device: torch.device) -> tuple[Polynomial, torch.dtype]:
-        """The coefficients of each step, and the dtype of products on ``device``.
-
-        Raises:
-            TypeError, ValueError: they cannot be, or not together.
-        """
+        """The coefficients of each step, and the dtype of products on ``device``."""
         coefficients = coefficient_sequence(self.coefficients, self.steps)
         storage = storage_dtype(torch.float32, device, self.dtype)
         check_storage(coefficients, storage)

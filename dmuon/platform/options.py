@@ -28,12 +28,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def check_integer(name: str, value: object, least: int | None = None) -> None:
-    """Refuse what is not an integer of at least ``least``.
-
-    Raises:
-        TypeError: ``value`` is no integer.
-        ValueError: it is less.
-    """
+    """Refuse what is not an integer of at least ``least``."""
     if not is_integer(value):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if not is_integer(value, least):
@@ -41,21 +36,13 @@ def check_integer(name: str, value: object, least: int | None = None) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is not a bool.
-
-    Raises:
-        TypeError: ``value`` is neither ``True`` nor ``False``.
-    """
+    """Refuse what is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Refuse what is not one of ``choices``.
-
-    Raises:
-        ValueError: ``value`` is something else.
-    """
+    """Refuse what is not one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 

@@ -75,9 +75,6 @@ class AdamWUpdate:
         Args:
             state: empty where it was cleared; parameters without a gradient may have none.
             places: of those that are rounded stochastically.
-
-        Raises:
-            ValueError: state or a gradient that cannot be the parameter's.
         """
         update = cls(group)
         widens = group.get("master_weights") or group.get("bf16_stochastic_round")  # not asked of each parameter

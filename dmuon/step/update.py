@@ -159,11 +159,7 @@ def orthogonalize(
 
 
 def orthogonalized_by(function: Orthogonalize, x: Tensor) -> Tensor:
-    """What a user's function makes of ``x``, ``(k, m, n)``.
-
-    Raises:
-        TypeError, ValueError: no tensor like ``x``.
-    """
+    """What a user's function makes of ``x``, ``(k, m, n)``."""
     kind = f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
     found: object = function(x)
     if not isinstance(found, Tensor):

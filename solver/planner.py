@@ -234,11 +234,7 @@ def plan(
 
 
 def _finished(
-    problem: Problem,
-    matrices: tuple[Matrix, ...],
-    owners: Mapping[str, int],
-    solution: Solution,
-    costs: CostTable,
+    problem: Problem, matrices: tuple[Matrix, ...], owners: Mapping[str, int], solution: Solution, costs: CostTable
 ) -> Plan:
     shapes = {m.shape for m in matrices}
     classes, starts = {key: s for s, key in enumerate(problem.classes)}, problem.starts[problem.kind_of]

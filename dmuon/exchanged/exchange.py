@@ -506,12 +506,7 @@ class UserExchange(Exchange):
 
 
 def _row(
-    param: Tensor,
-    name: str,
-    shape: Sequence[int],
-    plain: str,
-    ranks: Sequence[GlobalRank],
-    owner: GlobalRank | None,
+    param: Tensor, name: str, shape: Sequence[int], plain: str, ranks: Sequence[GlobalRank], owner: GlobalRank | None
 ) -> Exchanged:
     """``plain`` says how a tensor lies that is no DTensor."""
     lies_as = ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain

@@ -25,16 +25,7 @@ from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import this_rank
 from dmuon.exchanged.config import LayoutOptions, LayoutRecipe
-from dmuon.layout.matrices import (
-    Parcel,
-    Region,
-    Share,
-    Strategy,
-    numbered,
-    spread_over_all,
-    stack_shape,
-    team_size,
-)
+from dmuon.layout.matrices import Parcel, Region, Share, Strategy, numbered, spread_over_all, stack_shape, team_size
 from dmuon.layout.parameters import (
     Cuts,
     ParameterLayout,

@@ -304,10 +304,7 @@ def _dims(param: Tensor, name: str, grid: RankGrid, shard_dims: ShardDims) -> Cu
 
 
 def place_shards(
-    cut: Mapping[int, Cuts],
-    shapes: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
-    grid: RankGrid,
-    rank: GlobalRank,
+    cut: Mapping[int, Cuts], shapes: Sequence[Sequence[tuple[str, tuple[int, ...]]]], grid: RankGrid, rank: GlobalRank
 ) -> dict[int, ParameterLayout]:
     """By index, where the plain parameters lie that :func:`place` has found to be cut. All ranks raise the same faults.
 

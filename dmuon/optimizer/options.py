@@ -341,10 +341,7 @@ def check_strategy(strategy: object) -> None:
 
 
 def strategies_of(
-    groups: Iterable[Mapping[str, Any]],
-    names: Names,
-    default: str | Mapping[str, str],
-    left: Collection[int],
+    groups: Iterable[Mapping[str, Any]], names: Names, default: str | Mapping[str, str], left: Collection[int]
 ) -> dict[int, str]:
     """By ``id``, the strategies of those of Muon's parameters that have not just owners.
 

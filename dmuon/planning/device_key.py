@@ -16,13 +16,7 @@ from typing import Any
 
 import torch
 
-from dmuon.kernels import (
-    Polynomial,
-    check_storage,
-    coefficient_sequence,
-    newton_schulz_flops,
-    storage_dtype,
-)
+from dmuon.kernels import Polynomial, check_storage, coefficient_sequence, newton_schulz_flops, storage_dtype
 from dmuon.planning.cost_cache import CacheKey
 from dmuon.solver import Shape
 

@@ -62,11 +62,7 @@ class AdamWUpdate:
 
     @classmethod
     def of(
-        cls,
-        group: Mapping[str, Any],
-        state: Mapping[Tensor, MutableMapping[str, Any]],
-        names: Names,
-        places: Places,
+        cls, group: Mapping[str, Any], state: Mapping[Tensor, MutableMapping[str, Any]], names: Names, places: Places
     ) -> AdamWUpdate:
         """Lay out what the kernel walks, which checks neither sizes nor strides; update nothing yet.
 

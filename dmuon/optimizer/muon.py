@@ -488,6 +488,8 @@ class Muon(torch.optim.Optimizer):
             TypeError, ValueError: options, state or gradients that cannot be used.
         """
         check_moment(self._device, self._wrapping, copied=bool(self._origin.copies), params=self._names.keys())
+        if not self._steps:
+            self._wrapping.note(self.param_groups)  # of a copy, the model may have been copied after it
         if self._deferred is not None:
             self.flush()
         loss = None

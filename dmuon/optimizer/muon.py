@@ -54,7 +54,6 @@ from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
 from dmuon.optimizer.state import Momentum, Origin, copyable_origin, keep_state_of_route, origin_of_copy
 from dmuon.optimizer.wrapping import (
-    Averagers,
     Wrapping,
     blocks_of_fsdp,
     check_moment,
@@ -255,7 +254,6 @@ class Muon(torch.optim.Optimizer):
         self._exchange: Exchange | None = None
         self._early: EarlyUpdates | None = None
         self._deferred: Deferred | None = None
-        self._averagers = Averagers()
         self._momentum = Momentum()
         self._versions: list[tuple[int, int]] = []  # of momentum after the last step, where ranks keep it whole
         self._done: list[Done] = []
@@ -434,7 +432,6 @@ class Muon(torch.optim.Optimizer):
             for dedicated in self._dedicated:  # which hold it weakly
                 dedicated.listen(self._early.landed)
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
-        self._averagers.forget()
         tell_products(self.param_groups, residencies, rounds)
 
     def flush(self) -> None:
@@ -532,10 +529,10 @@ class Muon(torch.optim.Optimizer):
         if not self._is_as_laid_out():
             self._names = names_in(self.param_groups, self._origin.names)
             self._places = Places(self._names)
-            self._averagers.forget()
+            self._wrapping.note(self.param_groups)
             for group in self.param_groups:
                 keep_state_of_route(group, self.state)
-        self._averagers.check(self.param_groups, self._names, by_user=self._origin.config is not None)
+        self._wrapping.require_averaged(self.param_groups, self._names, by_user=self._origin.config is not None)
         align_gradients(self.param_groups, self._names)
         described = [*map(describe, self.param_groups)]
         if described != self._checked:

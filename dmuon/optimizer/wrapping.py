@@ -122,11 +122,14 @@ class Wrapping:
         self._copies = copies
         self._sites: dict[int, _Site] = {}  # by ``id`` of the parameter
         self._wraps = -1  # as many as there were when copies were looked for
+        self._frozen: list[Tensor] | None = None  # what nobody would average; None before anyone has looked
+        self._told: set[int] = set()  # ids of what nobody averages
         self.ddp: list[weakref.ref[nn.parallel.DistributedDataParallel]] = []
         self._find_copies(groups)
 
     def note(self, groups: _Groups) -> None:
         """Remember where modules hold the parameters of ``groups``: what takes their place there is found by it."""
+        self._frozen = None
         held = {id(p): p for group in groups for p in group["params"] if isinstance(p, nn.Parameter)}
         held = {key: p for key, p in held.items() if not isinstance(p, OwnedTensor) and not flattened_by_fsdp1(p)}
         self._sites = {key: site for key, site in self._sites.items() if key in held}
@@ -187,6 +190,31 @@ class Wrapping:
                 "trained: something has replaced parameters since the optimizer was built, such as "
                 "load_state_dict(assign=True) or a wrapper; build the optimizer after that"
             )
+
+    def require_averaged(self, groups: _Groups, names: Names, *, by_user: bool) -> None:
+        """Look once for each layout, and when something is trained that was frozen and that nobody averages.
+
+        Args:
+            by_user: a configuration was given.
+
+        Raises:
+            RuntimeError: DistributedDataParallel holds a trained parameter that its reducer does not know.
+        """
+        if self._frozen is not None and not any(param.requires_grad for param in self._frozen):
+            return
+        params = [param for group in groups for param in group["params"]]
+        self._told &= set(map(id, params))  # others may get the ids of those that are gone
+        alone = [] if by_user else [p for p in params if not isinstance(p, DTensor) and flat_of(p) is None]
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            alone = []
+        if alone:
+            known = replicated_by_any(alone).keys() | averaged_by_dmuon()
+            alone = [param for param in alone if id(param) not in known]
+        trained = [param for param in alone if param.requires_grad and id(param) not in self._told]
+        if trained:
+            _tell(trained, {id(p) for p in params if isinstance(p, DTensor) and not isinstance(p, OwnedTensor)}, names)
+            self._told.update(map(id, trained))
+        self._frozen = [param for param in alone if not param.requires_grad]
 
     def _find_copies(self, groups: _Groups) -> dict[int, dist.ProcessGroup]:
         """What was not known before, by ``id``. All modules are searched only if DDP has wrapped another one."""
@@ -375,47 +403,6 @@ def find_residencies(
 # Whole parameters beside those that tensor parallelism cuts have the same gradients on all of its ranks.
 
 _NAMED = 3
-
-
-class Averagers:
-    """What was found out about the parameters of one optimizer as they are laid out."""
-
-    def __init__(self) -> None:
-        self._frozen: list[Tensor] | None = None  # those that nobody would average; None before anyone has looked
-        self._told: set[int] = set()
-
-    def forget(self) -> None:
-        """Parameters are laid out anew."""
-        self._frozen = None
-
-    def check(self, groups: Iterable[Mapping[str, Any]], names: Names, *, by_user: bool) -> None:
-        """Look once for each layout, and when something is trained that was frozen and that nobody averages.
-
-        Args:
-            by_user: a configuration was given.
-
-        Raises:
-            RuntimeError: DistributedDataParallel holds a trained parameter that its reducer does not know.
-        """
-        if self._frozen is not None:
-            for param in self._frozen:
-                if param.requires_grad:
-                    break
-            else:
-                return
-        params = [param for group in groups for param in group["params"]]
-        self._told &= set(map(id, params))  # others may get the ids of those that are gone
-        alone = [] if by_user else [p for p in params if not isinstance(p, DTensor) and flat_of(p) is None]
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            alone = []
-        if alone:
-            known = replicated_by_any(alone).keys() | averaged_by_dmuon()
-            alone = [param for param in alone if id(param) not in known]
-        trained = [param for param in alone if param.requires_grad and id(param) not in self._told]
-        if trained:
-            _tell(trained, {id(p) for p in params if isinstance(p, DTensor) and not isinstance(p, OwnedTensor)}, names)
-            self._told.update(map(id, trained))
-        self._frozen = [param for param in alone if not param.requires_grad]
 
 
 def _tell(trained: Sequence[Tensor], dtensors: set[int], names: Names) -> None:

@@ -330,4 +330,4 @@ def test_siblings_that_share_a_weight_are_not_dedicated_apart(rank: int, world: 
 
 def told(optimizer: dmuon.Muon) -> Any:
     """The ids of the parameters that somebody is known to average."""
-    return optimizer._averagers._told
+    return optimizer._wrapping._told

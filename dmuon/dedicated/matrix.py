@@ -348,18 +348,20 @@ def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Pa
         return (Part(0, owner, at, (m, n), region, True, (rows, columns), spec.transposed, parcel),)
     stack = stack_shape(local.shape, spec)
     of_param = numbered(layout, spec)
-    held = {i: None for share, _ in of_param if here in share.holders for i in range(share.start, share.stop)}
+    held = {i: None for share, _ in of_param if here in share.spread.holders for i in range(share.start, share.stop)}
     places = {i: place for place, i in enumerate(held)}  # in the local stack
     parts: dict[int, Part] = {}
     for share, numbers in of_param:
-        m, n = share.layout.shape
+        m, n = share.spread.layout.shape
         for i, number in zip(range(share.start, share.stop), numbers, strict=True):
             owner, at, t = _owner(planned[number], comm)
             begin = places.get(i, 0)
             region = Region(stack, (begin, begin + (i in places)), spec.dim, share.runs.get(here, ()))
             parcel = None
             if isinstance(param, DTensor):
-                assert t in share.holders, "whoever holds nothing of a matrix of a stack is not planned to own it"
+                assert t in share.spread.holders, (
+                    "whoever holds nothing of a matrix of a stack is not planned to own it"
+                )
                 parcel = Parcel(1, share.spread, t)
             local_shape = region.shape if region.count else (0, n)
             parts[number] = Part(number, owner, at, (m, n), region, False, local_shape, spec.transposed, parcel)
@@ -372,7 +374,7 @@ def holders_of(param: Tensor) -> list[tuple[Position, ...]]:
     if not isinstance(param, DTensor) or is_one_matrix(param):
         return [() for _ in spec_of(param).matrices(param.shape)]
     of_param = numbered(layout_of(param.shape, [param.device_mesh.size()], param.placements), spec_of(param))
-    by_number = {number: share.holders for share, numbers in of_param for number in numbers}
+    by_number = {number: share.spread.holders for share, numbers in of_param for number in numbers}
     every = param.device_mesh.size()
     return [() if len(by_number[i]) == every else by_number[i] for i in range(len(by_number))]
 

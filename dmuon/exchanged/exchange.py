@@ -430,7 +430,7 @@ class LayoutExchange(Exchange):
                 if one.whole.ranks != domain.ranks:
                     continue
                 for share, numbers in numbered(one.whole.layout, spec_of(param)):
-                    m, n = share.layout.shape
+                    m, n = share.spread.layout.shape
                     matrices += [(param, None if is_one_matrix(param) else number, (m, n)) for number in numbers]
             if matrices:
                 sharings.append(Sharing(domain.group, domain.device, matrices))

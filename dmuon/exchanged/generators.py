@@ -316,7 +316,7 @@ class GatherByLayout(ByLayout):
         placed = placed.whole
         parcel = whole_parcel(placed, dst_rank, "update")
         domain, what = layouts.domains[placed.ranks], "gather of one matrix"
-        part = local.reshape(1, *parcel.pieces[domain.position].shape)  # of a flat piece, one row
+        part = local.reshape(1, *parcel.spread.pieces[domain.position].shape)  # of a flat piece, one row
         wholes = redistribute_all([parcel.to_owner], {0: part}, domain, local, what)
         return wholes[0][0] if wholes else None
 

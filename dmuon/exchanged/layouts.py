@@ -391,12 +391,12 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
         if strategy not in ("owner", "auto", "fused") and not team_size(strategy):
             continue
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
-            if len(share.holders) == 1:
+            if len(share.spread.holders) == 1:
                 continue
-            pool = "" if len(share.holders) == len(ranks) else f"ranks {share.holders}"
-            for holder in share.holders if pool else ():
+            pool = "" if len(share.spread.holders) == len(ranks) else f"ranks {share.spread.holders}"
+            for holder in share.spread.holders if pool else ():
                 pools[holder].add(pool)
-            m, n = share.layout.shape
+            m, n = share.spread.layout.shape
             for number in numbers:
                 matrices.append(Matrix(_name_in_plan(param, label, number), m, n, "", m * n * _WIRE_BYTES, pool))
     alike = all(pool == {""} for pool in pools)
@@ -457,7 +457,7 @@ def _owners_in_plan(layouts: Layouts, index: int, placed: ParameterLayout) -> di
     param, label = layouts.params[index], layouts.labels[index]
     planned = layouts.plans[placed.ranks].owners if placed.ranks in layouts.plans else {}
     return {
-        number: placed.ranks[planned.get(_name_in_plan(param, label, number), share.holders[0])]
+        number: placed.ranks[planned.get(_name_in_plan(param, label, number), share.spread.holders[0])]
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first)
         for number in numbers
     }
@@ -511,21 +511,21 @@ def _tasks_of(
     offset = 0  # in the local stack
     before: Share | None = None
     for share, numbers in numbered(placed.layout, spec, placed.first):
-        if before is not None and before.start != share.start and position in before.holders:
+        if before is not None and before.start != share.start and position in before.spread.holders:
             offset += before.stop - before.start
         before = share
-        local = position in share.holders
-        if not local and len(share.holders) == 1:  # nobody else needs to know of what one rank has alone
+        local = position in share.spread.holders
+        if not local and len(share.spread.holders) == 1:  # nobody else needs to know of what one rank has alone
             continue
-        m, n = share.layout.shape
+        m, n = share.spread.layout.shape
         plan = layouts.plans.get(placed.ranks)
         planned = None if plan is None else plan.chunks.get((min(m, n), max(m, n)))
         nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
         size = max(1, min(planned or unmeasured_batch((m, n)), layouts.recipe.options.chunk_bytes // nbytes))
-        strategy = cast(Strategy, layouts.strategies[index]) if len(share.holders) > 1 else "owner"
+        strategy = cast(Strategy, layouts.strategies[index]) if len(share.spread.holders) > 1 else "owner"
         choice = layouts.choices.get(layouts.labels[index])
-        team = () if choice is None or len(share.holders) == 1 else choice.team
-        for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
+        team = () if choice is None or len(share.spread.holders) == 1 else choice.team
+        for start, stop, owner in _ranges(placed.ranks, share.spread.holders, [owners[number] for number in numbers]):
             span = (offset + start, offset + stop) if local else (0, 0)
             if flat:
                 region = Region(stack, (0, 1), 2, share.runs[position], is_all=is_one)

@@ -224,35 +224,20 @@ class Parcel:
         return self.strategy in ("owner", "fused")
 
     @property
-    def layout(self) -> ShardLayout:
-        """Of one of them, ``(m, n)``."""
-        return self.spread.layout
-
-    @property
-    def holders(self) -> tuple[Position, ...]:
-        """Positions in the domain of the layout's pieces."""
-        return self.spread.holders
-
-    @property
     def numel(self) -> int:
-        return self.count * prod(self.layout.shape)
-
-    @property
-    def pieces(self) -> dict[Position, Piece]:
-        """What each holder has of each matrix, by position in the domain."""
-        return self.spread.pieces
+        return self.count * prod(self.spread.layout.shape)
 
     @cached_property
     def to_owner(self) -> Route:
         """Before Newton–Schulz: the owner gets its own copy, from those that share it."""
         senders = self.spread.copy_with(self.owner)
-        return self._route(senders, {self.owner: Piece.whole(self.layout.shape)})
+        return self._route(senders, {self.owner: Piece.whole(self.spread.layout.shape)})
 
     @cached_property
     def from_owner(self) -> Route:
         """After Newton–Schulz: those that share the owner's copy get the update of their parts, and pass it on."""
         receivers = self.spread.copy_with(self.owner)
-        return self._route({self.owner: Piece.whole(self.layout.shape)}, receivers)
+        return self._route({self.owner: Piece.whole(self.spread.layout.shape)}, receivers)
 
     def routes(self, position: Position) -> tuple[Route, Route]:
         """Before and after Newton–Schulz, what concerns the rank at ``position``; others may have routes of their own.
@@ -269,7 +254,7 @@ class Parcel:
         at = position if position in spread.pieces else self.owner
         copy = spread.copy_with(at)
         if self.strategy != "sharded":
-            whole, piece = Piece.whole(self.layout.shape), copy.get(position)
+            whole, piece = Piece.whole(self.spread.layout.shape), copy.get(position)
             own = ({}, {}) if piece is None else ({position: whole}, {position: piece})
             return self._route(copy, dict.fromkeys(copy, whole)), self._route(*own)
         slices = {holder: piece for holder, piece in spread.slices.items() if piece.numel}
@@ -284,7 +269,7 @@ class Parcel:
         return before, self._route(mine if kept else {}, kept)
 
     def _route(self, senders: Mapping[Position, Piece], receivers: Mapping[Position, Piece]) -> Route:
-        return Route(self.count, self.layout, senders, receivers)
+        return Route(self.count, self.spread.layout, senders, receivers)
 
 
 # -- matrices of a tensor ---------------------------------------------------------------------------------------------
@@ -381,7 +366,7 @@ class Share:
     Attributes:
         part: number of the part of each matrix of the stack.
         start, stop: which matrices of the stack.
-        spread: of one part of one matrix, over positions in the layout of the tensor.
+        spread: of one part of one matrix; holders are ascending positions in the layout of the tensor.
         runs: by holder, its local indices along the dimension that parts cut.
     """
 
@@ -390,16 +375,6 @@ class Share:
     stop: int
     spread: Spread
     runs: Mapping[Position, Runs]
-
-    @property
-    def holders(self) -> tuple[Position, ...]:
-        """Ascending positions in the layout of the tensor."""
-        return self.spread.holders
-
-    @property
-    def layout(self) -> ShardLayout:
-        """Of one part of one matrix; pieces by position in ``holders``."""
-        return self.spread.layout
 
 
 def stack_shape(shape: Sequence[int], spec: MatrixSpec) -> tuple[int, int, int]:

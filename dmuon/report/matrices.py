@@ -249,10 +249,10 @@ def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]
         local = local_tensor(param)
         momentum = torch.promote_types(local.dtype, torch.float32)
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
-            owner = placed.ranks[share.holders[0]]
-            if len(share.holders) > 1 or owner == this_rank():
+            owner = placed.ranks[share.spread.holders[0]]
+            if len(share.spread.holders) > 1 or owner == this_rank():
                 continue
-            m, n = share.layout.shape
+            m, n = share.spread.layout.shape
             numerics = numerics_of(groups[id(param)], momentum, local.device)
             row = MatrixRow(
                 tensor=names[id(param)],
@@ -272,8 +272,8 @@ def _lies(batch: Batch, *, whole: bool) -> str:
     placed = _placed(batch.params[0])
     if whole:
         return f"{placed}, moved by a user's functions"
-    if isinstance(batch, SharedBatch) and len(batch.parcel.holders) > 1:
-        holders = batch.parcel.holders
+    if isinstance(batch, SharedBatch) and len(batch.parcel.spread.holders) > 1:
+        holders = batch.parcel.spread.holders
         if not isinstance(batch.params[0], DTensor):
             placed = "replicated" if batch.parcel.spread.copies == len(holders) else f"sharded {placed}"
         return f"{placed} on ranks {_ranks([batch.domain.ranks[holder] for holder in holders])}"
@@ -291,7 +291,7 @@ def _ranks(ranks: Sequence[GlobalRank]) -> str:
 
 
 def _is_planned(parcel: Parcel) -> bool:
-    return len(parcel.holders) > 1 and parcel.has_owner
+    return len(parcel.spread.holders) > 1 and parcel.has_owner
 
 
 # -- predictions ----------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class _Kind:
 
 
 def _kind(batch: SharedBatch) -> _Kind:
-    return _Kind(batch.parcel.owner, batch.shape, batch.parcel.holders)
+    return _Kind(batch.parcel.owner, batch.shape, batch.parcel.spread.holders)
 
 
 def _shares(plan: OwnerPlan, owned: Mapping[_Kind, int]) -> dict[_Kind, _Share]:

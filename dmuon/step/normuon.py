@@ -122,7 +122,7 @@ def _rows_of(batch: Batch) -> _Rows:
     parcel, position = batch.parcel, batch.domain.position
     whole = tuple(((0, length),) for length in batch.shape)
     senders = {sender: piece.runs for sender, piece in parcel.to_owner.senders.items()}
-    held = parcel.pieces[position].runs[out] if position in parcel.pieces else ()
+    held = parcel.spread.pieces[position].runs[out] if position in parcel.spread.pieces else ()
     return _Rows(
         thin,
         torch.tensor([row for run in held for row in range(*run)], dtype=torch.int64, device=batch.device),

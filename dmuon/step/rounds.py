@@ -182,7 +182,7 @@ class ExchangedRound(Round):
         self.queue = id(self.domain)
         self.parcels = [batch.parcel for batch in batches]
         self._counts = [parcel.count for parcel in self.parcels]
-        self.exchanged = any(len(parcel.holders) > 1 for parcel in self.parcels)
+        self.exchanged = any(len(parcel.spread.holders) > 1 for parcel in self.parcels)
         self._what = what
         self._ids = frozenset[int]().union(*(batch.ids for batch in batches))
         self._like = torch.empty(0, dtype=batches[0].dtype, device=batches[0].device)
@@ -353,7 +353,7 @@ class ExchangedRound(Round):
 
     def __str__(self) -> str:
         """What all ranks of the domain must agree on before data travels."""
-        parcels = [(parcel.count, parcel.layout.shape, parcel.team or parcel.owner) for parcel in self.parcels]
+        parcels = [(parcel.count, parcel.spread.layout.shape, parcel.team or parcel.owner) for parcel in self.parcels]
         way = "" if self.has_owners else f", {self.parcels[0].strategy}"
         return f"{self._what} as (count, shape, owner) {parcels}{way}"
 
@@ -382,7 +382,7 @@ def exchanged_rounds(
     lanes: dict[tuple[Strategy, bool, int, torch.dtype], dict[int, list[SharedBatch]]] = {}
     rounds = []
     for batch in batches:
-        if len(batch.parcel.holders) == 1:  # unknown to the other ranks, so it cannot be in a round with theirs
+        if len(batch.parcel.spread.holders) == 1:  # unknown to the other ranks, so it cannot be in a round with theirs
             rounds.append(ExchangedRound(index, [batch], f"matrices of one rank in group {index}"))
         else:
             key = (batch.parcel.strategy, not batch.parcel.team, id(batch.domain), batch.dtype)

@@ -66,7 +66,7 @@ class ShardedRound(ExchangedRound):
 def variant_of(numerics: Numerics, batch: Batch, device: torch.device) -> Variant:
     """How Newton–Schulz runs on slices: on all ranks with as many restarts."""
     assert isinstance(batch, SharedBatch)
-    slices = len(batch.parcel.team or batch.parcel.holders)
+    slices = len(batch.parcel.team or batch.parcel.spread.holders)
     return sliced_variant(batch.shape, batch.count, slices, numerics.sequence, numerics.storage, device)
 
 

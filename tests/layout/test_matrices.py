@@ -92,7 +92,7 @@ def test_flat_shards_are_every_matrix_once(
     for share, (number,) in numbered(layout, spec):
         of_stack, part = divmod(number, len(matrices))
         expected = matrices[part][of_stack]
-        assert share.layout.shape == expected.shape and len(share.holders) == shards * copies
+        assert share.spread.layout.shape == expected.shape and len(share.spread.holders) == shards * copies
         for copy in range(copies):
             found = torch.full((expected.numel(),), -1)
             for position in range(copy * shards, (copy + 1) * shards):

@@ -134,7 +134,7 @@ def test_a_bad_exclude_is_refused(exclude: Any, error: type[Exception], match: s
 def test_plans_list_the_matrices_that_dedication_gives_owners(shape: tuple[int, ...], spec: MatrixSpec) -> None:
     found = {}
     for share, numbers in numbered(layout_of(shape, [1], [Replicate()]), spec):
-        found |= dict.fromkeys(numbers, share.layout.shape)
+        found |= dict.fromkeys(numbers, share.spread.layout.shape)
     listed = {name: (rows, cols) for name, rows, cols in spec.named("w", shape)}
     assert {f"w[{number}]": sides for number, sides in found.items()} == listed
 

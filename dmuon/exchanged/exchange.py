@@ -221,10 +221,6 @@ class Exchange(Residency):
         self._loading: list[tuple[dist.ProcessGroup, set[int]]] = []
         self._ballots = [_Ballot(domain, [*map(id, members)]) for domain, members in self.domains]
 
-    @property
-    def prefetch(self) -> int:
-        return self.config.prefetch_count
-
     @abstractmethod
     def alone(self) -> list[Tensor]:
         """The parameters that need no exchange."""
@@ -402,7 +398,7 @@ class LayoutExchange(Exchange):
                     ballots[id(round_.domain)].keeping.append(round_)
                     self.keeps_momentum = True
                 if round_.exchanged:  # the first vote compares it
-                    round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.prefetch}")
+                    round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.config.prefetch_count}")
         return rounds
 
     def table(self) -> list[Exchanged]:

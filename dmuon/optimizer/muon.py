@@ -415,7 +415,7 @@ class Muon(torch.optim.Optimizer):
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
         self._deferred = Deferred(fused, blocks_of_fsdp(), self._names) if fused else None
-        prefetch = 1 if self._exchange is None else self._exchange.prefetch
+        prefetch = 1 if self._exchange is None else self._exchange.config.prefetch_count
         self._schedule = Schedule([one for one in rounds if not isinstance(one, FusedRound)], prefetch)
         # Parameters of which this rank orthogonalizes something; and of those in several batches, in how many.
         self._batched = [*{id(p): p for batch in batches for p in batch.params}.values()]
@@ -487,8 +487,7 @@ class Muon(torch.optim.Optimizer):
         check_moment(self._device, self._wrapping, copied=bool(self._origin.copies), params=self._names.keys())
         if not self._steps:
             self._wrapping.note(self.param_groups)  # of a copy, the model may have been copied after it
-        if self._deferred is not None:
-            self.flush()
+        self.flush()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -313,7 +313,7 @@ def check_functions(groups: Groups, rounds: Iterable[Round], proven: set[Any]) -
                 update_scale(scale, batch.scaled_shape)
             if function is None or trial_of(function, batch) in proven:
                 continue
-            if not isinstance(batch, SharedBatch) or batch.is_owned:
+            if not isinstance(batch, SharedBatch) or batch.parcel.is_for(batch.domain.position):
                 generator = torch.Generator(batch.device).manual_seed(0)
                 x = torch.randn((1, *batch.shape), generator=generator, dtype=batch.dtype, device=batch.device)
                 orthogonalized_by(function, x.div_(x.norm()))

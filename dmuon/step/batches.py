@@ -241,11 +241,6 @@ class SharedBatch(Batch):
     domain: Domain
     parcel: Parcel
 
-    @property
-    def is_owned(self) -> bool:
-        """Whether this rank orthogonalizes them, perhaps as others do."""
-        return self.parcel.is_for(self.domain.position)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:

@@ -480,7 +480,6 @@ def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> l
     Args:
         owners: by index, without :func:`owner_fault`; a stack keeps the owners that were planned for its matrices if
             the plan says the same of its first one, and goes to its owner as a whole otherwise.
-        rank: this one.
     """
     result: list[Task] = []
     for index, (placed, owner) in enumerate(zip(layouts.placed, owners, strict=True)):
@@ -496,11 +495,7 @@ def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> l
 def _tasks_of(
     layouts: Layouts, index: int, placed: ParameterLayout, owners: Mapping[int, GlobalRank], rank: GlobalRank
 ) -> list[Task]:
-    """Matrices of one parameter, in ranges that one rank orthogonalizes.
-
-    Args:
-        owners: by number.
-    """
+    """Matrices of one parameter, in ranges that one rank orthogonalizes, by the owner of each number."""
     result = []
     param = layouts.params[index]
     spec = spec_of(param)

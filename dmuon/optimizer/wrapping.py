@@ -109,7 +109,6 @@ class Wrapping:
 
     Args:
         params: what the optimizer was given; a module is asked alone where its parameters are.
-        groups: of the optimizer.
         copies: of plain parameters, over which group DDP copies them; what is found is added. None where that does
             not matter.
 
@@ -365,13 +364,7 @@ def find_residencies(
 ) -> list[Residency]:
     """Where the parameters of Muon live: those that dmuon owns first, and what is exchanged last.
 
-    Collective, as building the optimizer is.
-
-    Args:
-        device: in case that there are no parameters.
-        last: how the optimizer exchanged some before.
-        ns: how it orthogonalizes.
-        strategies: by ``id``, of those that have not just owners.
+    Collective, as building the optimizer is. Arguments are those of :func:`exchange_for`.
     """
     others = [p for p in params if not isinstance(p, OwnedTensor)]
     if (flat_fault := fault_of_flat(others)) is not None:

@@ -29,11 +29,7 @@ from dmuon.step.scaling import EPS, Arrived, Scaling, fold_moments, joined, over
 
 
 class ElementMoments(Scaling):
-    """``V`` of all matrices of some groups.
-
-    Args:
-        params: of the groups.
-    """
+    """``V`` of all matrices of some groups."""
 
     key = "element_second_moment"
 

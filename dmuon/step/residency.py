@@ -77,7 +77,6 @@ class Residency(ABC):
 
         Args:
             options: a method, which is asked before every vote as long as its object lives.
-            groups: the parameters of each group.
         """
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -206,11 +205,7 @@ def layouts_and_gradients(params: Iterable[Tensor]) -> tuple[list[tuple[Any, ...
 
 
 def lay_out(groups: Sequence[Mapping[str, Any]], residencies: Iterable[Residency]) -> list[Round]:
-    """The rounds of a step, whose batches have momentum of zeros.
-
-    Args:
-        groups: of the optimizer.
-    """
+    """The rounds of a step of an optimizer with ``groups``, whose batches have momentum of zeros."""
     rounds: list[Round] = []
     for residency in residencies:
         tasks = residency.tasks()

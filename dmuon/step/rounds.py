@@ -519,9 +519,6 @@ def prefetch_windows(domains: Sequence[int], prefetch: int) -> list[list[int]]:
 
     By the next round of whatever domain alone, rank 1 would start the gather of a1 at b0 only, after the scatter of a0,
     which follows it on rank 0: each rank would wait for a collective that the other one has not come to.
-
-    Args:
-        domains: of each round.
     """
     turns: dict[int, list[int]] = {}  # by domain
     for turn, domain in enumerate(domains):

@@ -23,7 +23,7 @@ from dmuon.kernels import user_cache_directory
 from dmuon.planning import cost_lookup
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import AGAIN, SOLVED, FoundCosts, OwnerPlan, PlanSource, reason_of
-from dmuon.platform.files import read_json, write_text
+from dmuon.platform.files import read_json, write_bytes
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions
@@ -193,7 +193,7 @@ def _solved(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: CostTable,
         try:
             folder = user_cache_directory()
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / name, json.dumps(solution.to_json()))
+            write_bytes(folder / name, json.dumps(solution.to_json()).encode())
         except (OSError, RuntimeError) as error:
             _log.debug("the plan cannot be kept (%s): the next start solves again", error)
     return solution

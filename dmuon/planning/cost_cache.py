@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dmuon.kernels import user_cache_directory
-from dmuon.platform.files import UnreadableFile, check_target, read_json, write_text
+from dmuon.platform.files import UnreadableFile, check_target, read_json, write_bytes
 from dmuon.solver import CostTable, Shape
 
 SCHEMA = 2
@@ -142,7 +142,7 @@ class CostCache:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         merged = CostCache.load(path).merge(self, f"cost cache {path}") if path.exists() else self
-        write_text(path, merged.to_json())
+        write_bytes(path, merged.to_json().encode())
 
     def to_json(self) -> str:
         """The document, as :meth:`load` reads it."""

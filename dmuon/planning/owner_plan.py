@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.layout.topology import Position
-from dmuon.platform.files import read_json, write_text
+from dmuon.platform.files import read_json, write_bytes
 from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Matrix, Plan, Shape
 
@@ -126,7 +126,7 @@ class OwnerPlan:
         """
         path = Path(path)
         try:
-            write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
+            write_bytes(path, f"{json.dumps(self.to_json(), indent=1)}\n".encode())
         except OSError as error:
             raise OSError(
                 error.errno, f"plan file {path}: cannot be written ({error.strerror}); check the folder {path.parent}"

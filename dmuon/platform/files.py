@@ -15,11 +15,6 @@ _MAX_BYTES = 1 << 26
 _NAME = 40  # characters of a file's name in that of its temporary one; a name may have 255 bytes
 
 
-def write_text(path: Path, text: str) -> None:
-    """:func:`write_bytes` of ``text`` in UTF-8."""
-    write_bytes(path, text.encode())
-
-
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace the file at ``path`` in one step: readers, other writers and a crash leave the old file or the new one.
 

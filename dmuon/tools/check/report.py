@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import dmuon
-from dmuon.platform.files import write_text
+from dmuon.platform.files import write_bytes
 
 _MINUTE = timedelta(minutes=1)
 
@@ -128,7 +128,7 @@ class Board:
             if self._path is not None:
                 status = int(self.failed > 0) if line.check == "all" else None  # that is the last one
                 report = {"exit_status": status, "world": self.ranks.world, "lines": [*map(asdict, self.lines)]}
-                write_text(self._path, json.dumps(report, indent=1) + "\n")
+                write_bytes(self._path, f"{json.dumps(report, indent=1)}\n".encode())
 
     def judge(self, check: str, where: str, work: Callable[[], list[Line]]) -> None:
         """Run ``work`` on every rank and add a line for each that it returns; an error is a line named ``check``.

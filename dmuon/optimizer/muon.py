@@ -34,6 +34,7 @@ from dmuon.optimizer.groups import (
 from dmuon.optimizer.notices import tell_first_step, tell_products, tell_scale
 from dmuon.optimizer.options import (
     KEYWORDS_ELSEWHERE,
+    MUON_OPTIONS,
     RARE,
     STATE_OPTIONS,
     USUAL,
@@ -191,6 +192,7 @@ class Muon(torch.optim.Optimizer):
         qk_clip: QKClip | None = None,
         strategy: str | Mapping[str, str] = "owner",
     ) -> None:
+        given: dict[str, Any] = locals()  # options of groups have the names of arguments
         check_flag("overlap_backward", overlap_backward)
         if not (distributed_config is None or isinstance(distributed_config, DistributedConfig)):
             raise TypeError(
@@ -202,25 +204,7 @@ class Muon(torch.optim.Optimizer):
             if qk_clip.optimizer is not None and qk_clip.optimizer() is not None:
                 raise ValueError("qk_clip is another optimizer's; build a dmuon.QKClip of its own for this one")
             qk_clip.optimizer = weakref.ref(self)
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "weight_decay_mode": weight_decay_mode,
-            "momentum": momentum,
-            "momentum_dtype": momentum_dtype,
-            "momentum_device": momentum_device,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "eps": eps,
-            "ns_dtype": ns_dtype,
-            "orthogonalize": orthogonalize,
-            "second_moment": second_moment,
-            "second_moment_beta": second_moment_beta,
-            "master_weights": master_weights,
-            "bf16_stochastic_round": bf16_stochastic_round,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
+        defaults = {name: given[name] for name in MUON_OPTIONS if name in given}
         adamw: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
@@ -405,9 +389,8 @@ class Muon(torch.optim.Optimizer):
         self._second_moments = moments_of(self.param_groups, rounds)  # by number of the group
         self._scalings = scalings_of(self.param_groups, self._second_moments)  # with those that have no state
         self._decay_modes = [group.get("weight_decay_mode") for group in self.param_groups]
-        dtypes = {id(p): group.get("momentum_dtype") for group in self.param_groups for p in group["params"]}
         moments = self._second_moments
-        self._momentum.lay_out(residencies, muon, self._names, momentum, moments, masters, dtypes, self.state)
+        self._momentum.lay_out(residencies, self.param_groups, self._names, momentum, moments, masters, self.state)
         self._formats = [{name: group.get(name) for name in STATE_OPTIONS} for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,32 +149,31 @@ class Momentum:
     def lay_out(
         self,
         residencies: Sequence[Residency],
-        params: Iterable[Tensor],
+        groups: Sequence[Mapping[str, Any]],
         names: Names,
         stacked: Mapping[int, Tensor],
         second_moments: Mapping[int, Scaling],
         masters: Mapping[int, Tensor],
-        dtypes: Mapping[int, torch.dtype | None],
         state: _State,
     ) -> None:
         """Move what ``state`` has into new stacks. Collective where the layout of a parameter changed.
 
         Args:
-            params: of Muon, in the order of the groups, which is the same on all ranks.
+            groups: of the optimizer, in an order which is the same on all ranks.
             stacked: by ``id``, this rank's momentum, for all parameters of which it has any.
             second_moments: by number of the group, if it has them.
             masters: by ``id``, this rank's, for all parameters that have one.
-            dtypes: by ``id``, of the momentum; None is fp32 or wider.
         """
         residency_of = {id(param): residency for residency in residencies for param in residency.params}
         moments = {i: (one.key, moment) for one in second_moments.values() for i, moment in one.moments.items()}
         rows: list[_Row] = []
         kept: list[tuple[_Row, Tensor | None]] = []
-        for param in params:
+        muon = [group for group in groups if group["use_muon"]]
+        for param, dtype in ((param, group.get("momentum_dtype")) for group in muon for param in group["params"]):
             local = stacked.get(id(param))
             if local is None:
                 local = local_tensor(param)
-                dtype = dtypes[id(param)] or torch.promote_types(param.dtype, torch.float32)
+                dtype = dtype or torch.promote_types(param.dtype, torch.float32)
                 local = local.new_empty(local.shape, dtype=dtype, device="meta")
             name, residency = repr(names[id(param)]), residency_of[id(param)]
             of_param = [_Row(param, name, residency, local, MOMENTUM, param)]

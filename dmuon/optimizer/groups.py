@@ -228,9 +228,32 @@ def routed_groups(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _take(tensors: Sequence[Tensor]) -> None:
-    """Let Muon take ``tensors`` by the matrices that they are known to be made of, embeddings with a warning."""
+    """Let Muon take ``tensors`` by the matrices that the modules that hold them are known to make of them.
+
+    A warning names embeddings among them, and output heads that are tied to one or declared to be such. Of other heads
+    a tensor does not say what it is for.
+    """
     with in_original_shapes(tensors) as swap:
-        embeddings = remember_makeups([swap.get(id(tensor), tensor) for tensor in tensors])
+        original = [swap.get(id(tensor), tensor) for tensor in tensors]
+        undecided = [tensor for tensor in original if tensor.ndim > 1 and not _is_decided(tensor)]
+        tree, sites = _sites(undecided)
+        for tensor in undecided:
+            holders = sites.get(id(tensor), ())
+            if not holders:
+                continue
+            makeup = makeup_of(tree, tensor, holders)
+            # A stack is what the group says, and a warning tells what looks fused.
+            for module, name in () if makeup.known or tensor.ndim == 3 else holders:
+                path = longest_path(tree.above(module, name))
+                fault = refusal(tree, module, name, tensor, path)
+                if fault is not None:
+                    raise ValueError(
+                        f"parameter {path!r} {fault}. That needs the model: dmuon.Muon(model, select=…), or groups of "
+                        "dmuon.param_groups(model, select=…)"
+                    )
+            if makeup.known or makeup.unfit is None:
+                remember_spec(tensor, makeup.spec)
+        embeddings = _embeddings(tree, sites)
     for embedding in embeddings:
         _log.warning(
             "Muon: %s, which Muon(model) leaves to AdamW; given as a tensor it goes to Muon, as any of two dimensions: "
@@ -443,37 +466,6 @@ def check_param(param: Tensor, use_muon: bool, *, shards: bool, flat: bool) -> N
 
 
 # -- models and groups of others ------------------------------------------------------------------------------------
-
-
-def remember_makeups(tensors: Sequence[Tensor]) -> list[str]:
-    """Let Muon take ``tensors`` by the matrices that the modules that hold them are known to make of them.
-
-    Returns:
-        What to call the embeddings among them, and the output heads that are tied to one or declared to be such. Of
-        other heads a tensor does not say what it is for.
-
-    Raises:
-        ValueError: one looks fused, and its class is not known.
-    """
-    undecided = [t for t in tensors if t.ndim > 1 and not _is_decided(t)]
-    tree, sites = _sites(undecided)
-    for tensor in undecided:
-        holders = sites.get(id(tensor), ())
-        if not holders:
-            continue
-        makeup = makeup_of(tree, tensor, holders)
-        # A stack is what the group says, and a warning tells what looks fused.
-        for module, name in () if makeup.known or tensor.ndim == 3 else holders:
-            path = longest_path(tree.above(module, name))
-            fault = refusal(tree, module, name, tensor, path)
-            if fault is not None:
-                raise ValueError(
-                    f"parameter {path!r} {fault}. That needs the model: dmuon.Muon(model, select=…), or groups of "
-                    "dmuon.param_groups(model, select=…)"
-                )
-        if makeup.known or makeup.unfit is None:
-            remember_spec(tensor, makeup.spec)
-    return _embeddings(tree, sites)
 
 
 def _embeddings(tree: ModuleTree, sites: Mapping[int, Sequence[Holder]]) -> list[str]:

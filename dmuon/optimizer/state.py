@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -355,45 +355,43 @@ _ADAMW_STATE = ("step", *MOMENTS)
 
 def loading_fault(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str | None:
     """Why an optimizer with ``groups`` cannot load ``state_dict``, apart from the tensors in it; None if it can."""
+    return next(_loading_faults(state_dict, groups), None)
+
+
+def _loading_faults(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     saved, states = state_dict.get("param_groups"), state_dict.get("state")
     if (
         not (isinstance(saved, (list, tuple)) and isinstance(states, Mapping))
         or not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in saved)
         or not all(isinstance(states.get(key, {}), Mapping) for group in saved for key in group["params"])
     ):
-        return "the state dict has no param_groups and state; pass what an optimizer's state_dict() returned"
-    fault = _group_mismatch(saved, groups)
+        yield "the state dict has no param_groups and state; pass what an optimizer's state_dict() returned"
+        return
+    counts = [sum(len(g["params"]) for g in some) for some in (saved, groups)]
+    if counts[0] != counts[1]:
+        yield f"the saved optimizer has {counts[0]} parameters, this one {counts[1]}; build it over the same model"
+    if len(saved) != len(groups):
+        yield f"the saved optimizer has {len(saved)} groups, this one {len(groups)}; build it with the same groups"
+    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
+        sizes = len(theirs["params"]), len(ours["params"])
+        if sizes[0] != sizes[1]:
+            yield f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
+        moments = [group.get("second_moment") for group in (completed(theirs, ours), ours)]
+        if moments[0] != moments[1]:
+            yield (
+                f"group {index} has second_moment={moments[0]!r} in the saved optimizer, {moments[1]!r} in this one; "
+                "build it with the same, or change that in the saved group"
+            )
+        if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
+            yield f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
     for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
         try:
             check_options({**completed(theirs, ours), "params": ours["params"]})
         except (TypeError, ValueError) as error:
-            fault = fault or f"group {index} of the saved optimizer: {error}"
-        if fault is None and not ours["use_muon"]:
-            faults = (_state_fault(states.get(key, {})) for key in theirs["params"])
-            fault = next((f"group {index}: {found}" for found in faults if found is not None), None)
-    return fault
-
-
-def _group_mismatch(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> str | None:
-    counts = [sum(len(g["params"]) for g in some) for some in (saved, groups)]
-    if counts[0] != counts[1]:
-        return f"the saved optimizer has {counts[0]} parameters, this one {counts[1]}; build it over the same model"
-    if len(saved) != len(groups):
-        return f"the saved optimizer has {len(saved)} groups, this one {len(groups)}; build it with the same groups"
-    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
-        sizes = len(theirs["params"]), len(ours["params"])
-        if sizes[0] != sizes[1]:
-            return f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
-        moment = completed(theirs, ours).get("second_moment")
-        if moment != ours.get("second_moment"):
-            return (
-                f"group {index} has second_moment={moment!r} in the saved optimizer, "
-                f"{ours.get('second_moment')!r} in this one; "
-                "build it with the same, or change that in the saved group"
-            )
-        if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
-            return f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
-    return None
+            yield f"group {index} of the saved optimizer: {error}"
+        for key in () if ours["use_muon"] else theirs["params"]:
+            if (fault := _state_fault(states.get(key, {}))) is not None:
+                yield f"group {index}: {fault}"
 
 
 def _state_fault(state: Mapping[str, Any]) -> str | None:

@@ -432,7 +432,7 @@ def check_scalings(groups: Groups, rounds: Sequence[Round], names: Names, clippe
         if not (on_sphere or group.get("second_moment") is not None):
             continue
         option = "weight_decay_mode='hyperball'" if on_sphere else "second_moment"
-        if not round_.scales:
+        if not round_.knows_shapes:
             raise ValueError(
                 f"{option} of group {round_.index}: in a {type(round_).__name__} dmuon does not know where the rows of "
                 f"matrices lie; leave {option} out, or gather_fn and redistribute_fn of your own"

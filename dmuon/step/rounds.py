@@ -67,8 +67,8 @@ class Round(ABC):
         batches: in one order on all ranks that share them.
         exchanged: something travels.
         queue: rounds of one domain, which are counted on their own when the next ones start ahead.
-        knows_shapes: those of whole matrices, by which the batches' learning rates are scaled.
-        scales: it lets ``scalings`` replace updates before they are applied.
+        knows_shapes: those of whole matrices, by which the batches' learning rates are scaled; and where their rows
+            lie, so that ``scalings`` may replace updates before they are applied.
         squares: of the norms of all matrices in the round, fp64, of this rank's parts until :func:`join_norms` has
             summed them. Where Newton–Schulz begins in half precision, parts are divided by these norms and travel as it
             takes them, which is half the bytes of momentum: each rank rounds what the owner would round otherwise.
@@ -79,7 +79,6 @@ class Round(ABC):
     exchanged: bool
     queue: int = 0
     knows_shapes: bool = True
-    scales: bool = False
     squares: Tensor | None = None
 
     @property
@@ -107,7 +106,6 @@ class AloneRound(Round):
     """
 
     exchanged = False
-    scales = True
 
     def __init__(self, index: int, batch: Batch) -> None:
         self.index = index
@@ -169,7 +167,6 @@ class ExchangedRound(Round):
         joins_norms: also where that saves no bytes, since no rank has a whole matrix.
     """
 
-    scales = True
     has_owners = True
     joins_norms = False
     orthogonalize: Callable[..., tuple[Tensor, Done]] = staticmethod(orthogonalize)

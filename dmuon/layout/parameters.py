@@ -318,26 +318,19 @@ def place_shards(
                 f"rank {other} has sharded parameters {of_rank} and rank {grid.ranks[0]} has {names[0]}; give all "
                 "ranks of the process groups the same parameters in one order, and the same shard_dims"
             )
-    return {
-        index: _place_shard(names[0][number], [of_rank[number][1] for of_rank in shapes], grid, rank, dims)
-        for number, (index, dims) in enumerate(cut.items())
-    }
-
-
-def _place_shard(
-    name: str, shapes: Sequence[tuple[int, ...]], grid: RankGrid, rank: GlobalRank, dims: Cuts
-) -> ParameterLayout:
-    """Where the shards of a plain tensor lie, from the local shapes on all of ``grid.ranks``."""
-    shape_of = dict(zip(grid.ranks, shapes, strict=True))
-    sizes = [grid.sizes[i] for i in dims]
-    apart = [i for i in range(len(grid.sizes)) if i not in dims]
-    placed: dict[GlobalRank, ParameterLayout] = {}
-    for first in grid.line(rank, apart):  # other ranks' parameters as well, so that all ranks raise the same faults
-        line = grid.line(first, dims)
-        about = f"parameter {name!r} is a plain tensor over ranks {list(line)}"
-        try:
-            layout = layout_from_shapes([shape_of[holder] for holder in line], sizes, list(dims.values()))
-        except ValueError as fault:
-            raise ValueError(f"{about}: {fault}; give each rank its shard of one tensor, and shard_dims") from None
-        placed[first] = _placed(line, layout, about)
-    return placed[rank]
+    found: dict[int, ParameterLayout] = {}
+    for number, (index, dims) in enumerate(cut.items()):
+        shape_of = {holder: of_rank[number][1] for holder, of_rank in zip(grid.ranks, shapes, strict=True)}
+        sizes = [grid.sizes[i] for i in dims]
+        apart = [i for i in range(len(grid.sizes)) if i not in dims]
+        for first in grid.line(rank, apart):  # other ranks' parameters as well, so that all ranks raise the same faults
+            line = grid.line(first, dims)
+            about = f"parameter {names[0][number]!r} is a plain tensor over ranks {list(line)}"
+            try:
+                layout = layout_from_shapes([shape_of[holder] for holder in line], sizes, list(dims.values()))
+            except ValueError as fault:
+                raise ValueError(f"{about}: {fault}; give each rank its shard of one tensor, and shard_dims") from None
+            placed = _placed(line, layout, about)
+            if first == rank:
+                found[index] = placed
+    return found

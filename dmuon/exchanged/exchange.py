@@ -22,9 +22,9 @@ from dmuon.exchanged.copies_vote import Copies, CopiesVote
 from dmuon.exchanged.generators import ByLayout, default_config, recipe_of
 from dmuon.exchanged.layouts import Layouts, lay_out, owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
-from dmuon.layout.matrices import Parcel, Region, Strategy, numbered, spread_over_all, stack_shape
+from dmuon.layout.matrices import Region, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_replicated, ranks_of_mesh
-from dmuon.layout.topology import GlobalRank, Ranks, listed
+from dmuon.layout.topology import GlobalRank, listed
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of, spec_of
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.torch_private import local_tensor
@@ -365,13 +365,11 @@ class LayoutExchange(Exchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._tasks = tasks(self.layouts, self.owners, self._rank)
-        parcels: dict[Ranks, list[Parcel]] = {ranks: [] for ranks in self.layouts.domains}
-        for task in self._tasks:
-            if task.shared is not None:
-                parcels[task.shared.domain.ranks].append(task.shared.parcel)
-        for ranks, domain in self.layouts.domains.items():  # in one order on all of them
-            connect_copies(domain, dict.fromkeys(parcel.spread for parcel in parcels[ranks]))
-            connect_teams(domain, {len(parcel.team) for parcel in parcels[ranks] if parcel.team})
+        shared = [task.shared for task in self._tasks if task.shared is not None]
+        for domain in self.layouts.domains.values():  # in one order on all of their ranks
+            parcels = [one.parcel for one in shared if one.domain is domain]
+            connect_copies(domain, dict.fromkeys(parcel.spread for parcel in parcels))
+            connect_teams(domain, {len(parcel.team) for parcel in parcels if parcel.team})
 
     def alone(self) -> list[Tensor]:
         return [param for param, placed in zip(self.params, self.layouts.placed, strict=True) if placed is None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -336,11 +335,9 @@ def test_what_looks_fused_and_is_taken_whole_is_told(rank: int, world: int, way:
 
 
 def test_an_optimizer_that_will_be_laid_out_anew_says_so() -> None:
-    """A copy, one whose parameters were replaced, and one that lost a group."""
+    """One whose parameters were replaced, and one that lost a group."""
     model = build()
     optimizer = dmuon.Muon(model, **OPTIONS)
-    copied = deepcopy(optimizer)
-    assert "the next step decides" in dmuon.explain(model, copied)
     assert "the next step decides" not in dmuon.explain(model, optimizer)
     muon = optimizer.param_groups[0]["params"]
     muon[0] = nn.Parameter(muon[0].detach().clone())

@@ -77,6 +77,9 @@ class Reference:
     def step(self) -> None:
         for kernel, matrix in self.kernels:
             matrix.grad = None if kernel.grad is None else kernel.grad.flatten(1)
+        for param in (param for group in self.adamw.param_groups for param in group["params"]):
+            if param.grad is not None and param.grad.is_sparse:
+                param.grad = param.grad.to_dense()
         with fp32_newton_schulz():
             self.muon.step()
         self.adamw.step()

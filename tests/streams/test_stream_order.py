@@ -37,7 +37,6 @@ ASKS_FOR_THE_CPU = {
     "_on_device_of": "which device it is",
     "before_unshard": "FSDP2 has streams of its own",
     "Muon.step": "tensors lie in memory that the C library keeps",
-    "_chosen": "ranks that share CPUs share their work, too",
     "_largest_piece": COMPUTES,
     "sliced_variant": COMPUTES,
     "_usual_backend": COMPUTES,

@@ -11,7 +11,7 @@ rank without elements takes part, since it holds a placeholder.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -179,15 +179,29 @@ def split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(dim) for dim in dims)
 
 
-def whole_terms(tensors: Sequence[Tensor], order: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """The terms of ``n`` tensors of any kinds, ``(n,)`` on ``device``. Collective: once a layout."""
+def whole_terms(
+    tensors: Sequence[Tensor],
+    order: float,
+    foreach: bool | None,
+    device: torch.device,
+    absent: Collection[int] = (),
+) -> Tensor:
+    """The terms of ``n`` tensors of any kinds, ``(n,)`` on ``device``. Collective: once a layout.
+
+    Args:
+        absent: numbers of those that only lie as others do, of which this rank lacks its part: they add nothing.
+    """
     by_split: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_split.setdefault(split_over(tensor), []).append(i)
     whole: list[Tensor] = list(tensors)
     for groups, members in by_split.items():
         kinds = _kinds(tensors, members)
-        terms = [local_terms([local_tensor(tensors[i]) for i in same], order, foreach).to(device) for same in kinds]
+        terms = []
+        for same in kinds:
+            local = {i: local_tensor(tensors[i]) for i in same}
+            parts = [local[i].new_empty(0) if i in absent else local[i] for i in same]
+            terms.append(local_terms(parts, order, foreach).to(device))
         term = torch.cat(terms)
         for group in groups:
             reduce_terms(term, order, group)

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.norm import absent_term, by_kind, join_terms, norms_of, reduce_terms, whole_terms
+from dmuon.comm.norm import absent_term, by_kind, join_terms, norms_of, reduce_terms, split_over, whole_terms
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.layout.topology import listed
@@ -36,11 +36,11 @@ def clip_grad_norm_(
     """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` does on one process.
 
     Owned, sharded and replicated gradients on any meshes may be mixed: each element counts once. Collective over the
-    meshes of the sharded and owned ones, so all their ranks pass the same parameters in the same order. The host
-    does not wait for a device unless ``error_if_nonfinite`` is set.
+    meshes of the sharded and owned ones, so all their ranks pass the same parameters in the same order, whichever of
+    them have gradients. The host does not wait for a device unless ``error_if_nonfinite`` is set.
 
     Args:
-        parameters: those without a gradient are passed over.
+        parameters: a rank that has no gradient of one adds nothing to the norm.
         max_norm: the norm that the gradients have at most afterwards.
         norm_type: order of the norm: any number, ``inf``, ``-inf``, or 0, which counts, as torch's does, the tensors
             with an element that is not zero.
@@ -74,9 +74,10 @@ def clip_grad_norm_(
     for number, grad in enumerate(() if 0 <= order < math.inf else grads):
         if not grad.numel():
             raise RuntimeError(f"{_name(number, grad)} has no elements, and so no norm of order {order}")
-    if not grads and pp_mesh is None:
+    counted = [p for p in tensors if p.grad is not None or _is_shared(p)]
+    if not counted and pp_mesh is None:
         return torch.zeros(())
-    total = _total_norm(grads, order, foreach, pp_mesh)
+    total = _total_norm(counted, order, foreach, pp_mesh)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the total norm of order {order} of the gradients is {float(total)}, so it cannot be clipped"
@@ -167,19 +168,27 @@ def _name(number: int, grad: Tensor) -> str:
     return f"gradient {named} of shape {tuple(grad.shape)}"
 
 
-def _total_norm(grads: Sequence[Tensor], order: float, foreach: bool | None, pp_mesh: DeviceMesh | None) -> Tensor:
-    """The norm of the norms, ``()``."""
-    wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
-    if pp_mesh is not None and not grads:
+def _is_shared(param: Tensor) -> bool:
+    """Whether other ranks may have a gradient of a parameter of which this one has none."""
+    is_here = isinstance(param, DTensor) and param.device_mesh.get_coordinate() is not None
+    return is_here and param.requires_grad and bool(split_over(param))
+
+
+def _total_norm(params: Sequence[Tensor], order: float, foreach: bool | None, pp_mesh: DeviceMesh | None) -> Tensor:
+    """The norm of the norms of gradients, ``()``."""
+    wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
+    if pp_mesh is not None and not params:
         device = mesh_device(pp_mesh.device_type)
     else:
-        device = local_tensor(grads[0]).device
+        device = local_tensor(params[0]).device
     terms = torch.full((1,), absent_term(order), dtype=torch.float64, device=device)
-    if grads:
-        terms = torch.cat([terms, whole_terms(grads, order, foreach, device)])
+    if params:
+        likes = [param if param.grad is None else param.grad for param in params]
+        absent = {number for number, param in enumerate(params) if param.grad is None}
+        terms = torch.cat([terms, whole_terms(likes, order, foreach, device, absent)])
     total = join_terms(terms, order)
     if pp_mesh is not None:
-        total = _over_stages(total, order, bool(grads), pp_mesh)
+        total = _over_stages(total, order, any(param.grad is not None for param in params), pp_mesh)
     return norms_of(total, order).to(torch.float64 if wide else torch.float32)
 
 

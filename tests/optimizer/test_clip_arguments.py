@@ -121,3 +121,22 @@ def test_meshes_over_which_no_rank_can_count_are_refused(rank: int, world: int) 
             dmuon.clip_grad_norm_([outside], 1.0)
     with pytest.raises(ValueError, match="pp_mesh"):
         dmuon.clip_grad_norm_([], 1.0, pp_mesh=init_device_mesh("cpu", (1, world)))
+
+
+@pytest.mark.parametrize("lacking", [{0: (0,), 1: (1,)}, {0: (), 1: (0, 1, 2)}])
+@on_ranks(2)
+def test_a_gradient_that_one_rank_lacks_counts_where_it_is(rank: int, world: int, lacking: dict[int, Any]) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for order, expected in ((2.0, torch.linalg.vector_norm), (math.inf, lambda x: x.abs().max())):
+        params = [nn.Parameter(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)])) for _ in range(3)]
+        for number, param in enumerate(params):
+            if number not in lacking[rank]:
+                param.grad = DTensor.from_local(torch.full((2, 3), number + 1.0), mesh, [Shard(0)])
+        there = [torch.full((6,), n + 1.0) for one in lacking.values() for n in range(3) if n not in one]
+        total = dmuon.clip_grad_norm_(params, 1.0, order)
+        torch.testing.assert_close(total, expected(torch.cat(there)), rtol=1e-6, atol=0.0)
+        for number, param in enumerate(params):
+            assert (param.grad is None) == (number in lacking[rank])
+            if param.grad is not None:
+                clipped = torch.full((2, 3), (number + 1.0)) / total
+                torch.testing.assert_close(param.grad.to_local(), clipped, rtol=1e-5, atol=0.0)

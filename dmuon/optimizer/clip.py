@@ -186,9 +186,11 @@ def _total_norm(params: Sequence[Tensor], order: float, foreach: bool | None, pp
         likes = [param if param.grad is None else param.grad for param in params]
         absent = {number for number, param in enumerate(params) if param.grad is None}
         terms = torch.cat([terms, whole_terms(likes, order, foreach, device, absent)])
-    total = join_terms(terms, order)
+    total, present = join_terms(terms, order), any(param.grad is not None for param in params)
     if pp_mesh is not None:
-        total = _over_stages(total, order, any(param.grad is not None for param in params), pp_mesh)
+        total = _over_stages(total, order, present, pp_mesh)
+    elif order < 0 and not present:  # nor on other ranks, if they add nothing
+        total = torch.where(total == absent_term(order), _nothing(order), total)
     return norms_of(total, order).to(torch.float64 if wide else torch.float32)
 
 
@@ -200,5 +202,10 @@ def _over_stages(total: Tensor, order: float, present: bool, pp_mesh: DeviceMesh
     if order < 0:  # the term of no elements would become an infinite norm, and no gradients at all have the norm 0
         stages = torch.full_like(terms, float(present))
         dist.all_reduce(stages, group=group)
-        terms = torch.where(stages > 0, terms, 0.0 if math.isinf(order) else math.inf)
+        terms = torch.where(stages > 0, terms, _nothing(order))
     return terms[0]
+
+
+def _nothing(order: float) -> float:
+    """The term whose norm of a negative order is zero."""
+    return 0.0 if math.isinf(order) else math.inf

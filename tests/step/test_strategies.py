@@ -29,6 +29,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dmuon
 from dmuon import create_dtensor_config
 from dmuon.exchanged import layouts
+from dmuon.planning import strategies
 from dmuon.solver import CostTable
 
 WAYS = ("replicated", "sharded", "full_replication")
@@ -557,8 +558,8 @@ def test_auto_gives_a_matrix_what_is_predicted_to_be_shorter(
         weights.shard(i, shape, mesh, [Shard(0)])
     config = create_dtensor_config(costs=costs_of(wide, small))
     with (
-        mock.patch.object(layouts, "link_ns_per_byte", lambda _: 2.0**-5),
-        mock.patch.object(layouts, "link_latency_ns", lambda _: float(latency)),
+        mock.patch.object(strategies, "link_ns_per_byte", lambda _: 2.0**-5),
+        mock.patch.object(strategies, "link_latency_ns", lambda _: float(latency)),
     ):
         optimizer = weights.optimizer(config, strategy="auto")
     assert Counter(one.strategy for one in optimizer.exchanged()) == expected
@@ -593,8 +594,8 @@ def test_auto_gives_a_matrix_as_many_ranks_as_are_free(
     for i, shape in enumerate(shapes):
         weights.shard(i, shape, init_device_mesh("cpu", (world,)), [Shard(0)])
     with (
-        mock.patch.object(layouts, "link_ns_per_byte", lambda _: 2.0**-5),
-        mock.patch.object(layouts, "link_latency_ns", lambda _: 1e4),
+        mock.patch.object(strategies, "link_ns_per_byte", lambda _: 2.0**-5),
+        mock.patch.object(strategies, "link_latency_ns", lambda _: 1e4),
     ):
         optimizer = weights.optimizer(create_dtensor_config(costs=costs_of(10**8, small)), strategy="auto")
     assert Counter(one.strategy for one in optimizer.exchanged()) == expected
@@ -611,8 +612,8 @@ def test_what_auto_chose_stays_when_a_parameter_is_added(rank: int, world: int) 
     alone = nn.Parameter(torch.ones(4, 4))  # of this rank
     config = create_dtensor_config(costs=costs_of(10**8, 10**4))
     with (
-        mock.patch.object(layouts, "link_ns_per_byte", lambda _: 2.0**-5),
-        mock.patch.object(layouts, "link_latency_ns", lambda _: 1e7),
+        mock.patch.object(strategies, "link_ns_per_byte", lambda _: 2.0**-5),
+        mock.patch.object(strategies, "link_latency_ns", lambda _: 1e7),
     ):
         optimizer = weights.optimizer(config, params, strategy="auto")
         weights.train(optimizer, 1)

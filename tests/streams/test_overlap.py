@@ -51,8 +51,8 @@ def test_a_reduction_is_awaited_without_those_behind_it(rank: int, world: int, o
         return collectives.kernels[buffer.comm.row.gradients.group.group_name]
 
     def starting(original: Wrapped) -> Wrapped:
-        def start(self: GradReduction, buffer: OwnedBuffer, **options: Any) -> None:
-            original(self, buffer, **options)
+        def start(self: GradReduction, buffer: OwnedBuffer, *others: Any) -> None:
+            original(self, buffer, *others)
             queued[id(self)] = row_of(buffer).ticks
 
         return start

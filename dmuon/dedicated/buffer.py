@@ -259,6 +259,8 @@ class OwnedBuffer:
 
     def finish_fill(self) -> None:
         """Wait for the fill: what is queued from now on may use the weights."""
+        if self.state is not BufferState.FILLING:
+            raise RuntimeError(f"block {self.name!r} is {self.state.name}, expected FILLING: {self.state.value}")
         with record_function(f"dmuon::wait_fill {self.name}"):
             self._settle()
             with torch.no_grad() if self._assembly or self._scattered else nullcontext():

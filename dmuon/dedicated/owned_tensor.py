@@ -50,7 +50,8 @@ LOCAL = frozenset(
     + list(_CREATION)
 )
 
-_DETACH = torch.ops.aten.detach.default  # what saving does to every parameter
+# What loading and saving does to every parameter: these go straight to what this rank holds.
+_COPY, _DETACH = torch.ops.aten.copy_.default, torch.ops.aten.detach.default
 REDUCED_GRAD: Any = Tensor.grad  # the attribute itself, which ``OwnedTensor.grad`` hides: nothing but what was reduced
 
 _REMEDY = (
@@ -127,6 +128,10 @@ class OwnedTensor(SavedInBoxes, DTensor):
     ) -> Any:
         if func is _DETACH:
             return args[0].like(local_tensor(args[0]).detach(), keeper=args[0].keeper)
+        if func is _COPY and len(args) == 2 and not kwargs and _lie_alike(*args):
+            with _told(args[0]):
+                local_tensor(args[0]).copy_(local_tensor(args[1]))
+            return args[0]
         name = func.overloadpacket.__name__
         flat, spec = tree_flatten((list(args), kwargs or {}))
         owned = [t for t in flat if isinstance(t, OwnedTensor)]
@@ -312,6 +317,15 @@ def owned_like(source: OwnedTensor, local: Tensor, fqn: str, keeper: Any = None)
 
 
 clip_by_lists(OwnedTensor)
+
+
+def _lie_alike(target: Tensor, source: Tensor) -> bool:
+    return target is source or (
+        isinstance(target, OwnedTensor)
+        and isinstance(source, OwnedTensor)
+        and (target.shape, target.layout_key, target.placements) == (source.shape, source.layout_key, source.placements)
+        and target.device_mesh is source.device_mesh
+    )
 
 
 def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

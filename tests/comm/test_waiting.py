@@ -124,7 +124,7 @@ def interrupted(rank: int, world: int, where: str, victim: int) -> None:
     [("select", 1), ("costs", 0), ("planning", 0), ("waiting", 1), ("verifying", 0), ("placing", 1)],
 )
 def test_an_interrupt_of_dedicate_params_ends_every_rank_with_a_named_error(where: str, victim: int) -> None:
-    ends = run_ranks(2, interrupted, where, victim, limit=60.0, timeout=30.0)
+    ends = run_ranks(2, interrupted, where, victim, limit=60.0)
     assert ends[victim].text.rstrip().splitlines()[-1].startswith("KeyboardInterrupt"), ends[victim].text
     other = ends[1 - victim]
     last = [line for line in other.text.splitlines() if "CollectiveError: rank" in line]

@@ -31,7 +31,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 , := ,
-# What the pages quote, on two idle cores in at most 40 minutes; then the figures in the pages.
+# What the pages quote, on two idle cores; then the figures in the pages. Each record says how long it took.
 RECORD = $(VENV)/bin/python bench/$(1) --json bench/results/$(2).json
 bench: $(STAMP)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt 'transformers>=5'

@@ -199,8 +199,9 @@ def whole_terms(
         kinds = _kinds(tensors, members)
         terms = []
         for same in kinds:
-            local = {i: local_tensor(tensors[i]) for i in same}
-            parts = [local[i].new_empty(0) if i in absent else local[i] for i in same]
+            parts = [local_tensor(tensors[i]) for i in same]
+            if absent:
+                parts = [part.new_empty(0) if i in absent else part for i, part in zip(same, parts, strict=True)]
             terms.append(local_terms(parts, order, foreach).to(device))
         term = torch.cat(terms)
         for group in groups:

@@ -14,7 +14,7 @@ from dmuon.model.routing import Route
 from dmuon.planning.agreed_plan import Costs
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
-from dmuon.planning.strategies import SMALL_PARAM_NUMEL, Choice, Ranking, choose, find_link, ns_per_byte
+from dmuon.planning.strategies import SMALL_PARAM_NUMEL, Choice, choose, find_link, ns_per_byte, told
 from dmuon.solver import Matrix
 
 
@@ -85,20 +85,22 @@ def chosen(
     """Routes of which none is ``"auto"`` any more, and the plan of those that have owners. Collective.
 
     FSDP2 gathers and reduces a block by one collective each; dedication by one for each rank that owns some of it,
-    unless ``transport="single"``. So many more latencies are what a step waits for owners.
+    unless ``transport="single"``. So many more latencies are what a step waits for owners. ``"auto"`` counts as
+    broadcasts, though NCCL sends some blocks at once: which ones follows from the owners that this looks for.
 
     Args:
         plan: of all matrices.
         planned: plans some of them, for ranks that have other work.
         passes: how often a step gathers or reduces a block.
     """
-    domain = Domain(comm.ranks, comm.position, comm.device, comm.group, comm.monitor, lane=None)
-    link, gains = find_link(domain, ns_per_byte(domain, costs), costs)
     matrices = inspected.matrices()
     auto = {route.fqn for route in inspected.routes if route.strategy == "auto"}
     choices: dict[str, Choice] = {}
-    predicted = ""
-    if gains and comm.topology.tensor == 1:
+    predicted, gains = "", False
+    if comm.topology.tensor == 1 < comm.world:
+        domain = Domain(comm.ranks, comm.position, comm.device, comm.group, comm.monitor, lane=None)
+        link, gains = find_link(domain, ns_per_byte(domain, costs), costs)
+    if gains:
         owners = {(matrix.block, plan.owners[matrix.name]) for matrix in matrices}
         more = 0 if comm.options.transport == "single" else len(owners) - len({block for block, _ in owners})
         choices, rest, ranking = choose(
@@ -114,7 +116,7 @@ def chosen(
             exchange_ns=passes * more * link.latency_ns,
             carried_ns_per_byte=0.0,
         )
-        predicted = f", chosen since all matrices are predicted to take {_told(ranking)}"
+        predicted = f", chosen since all matrices are predicted to take {', then '.join(told(ranking))}"
         if choices:
             plan = rest if rest is not None and len(choices) < len(matrices) else planned([], None)
     routes = []
@@ -124,7 +126,3 @@ def chosen(
         else:
             routes.append(replace(route, strategy="owner") if route.strategy == "auto" else route)
     return replace(inspected, routes=routes), plan
-
-
-def _told(ranking: Ranking) -> str:
-    return ", then ".join(f"{ns / 1e6:.3f} ms by {way!r}" for way, ns in ranking)

@@ -27,6 +27,7 @@ from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_repl
 from dmuon.layout.topology import GlobalRank, listed
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of, spec_of
 from dmuon.planning.device_key import NsOptions
+from dmuon.planning.strategies import told
 from dmuon.platform.torch_private import has_group, local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
 from dmuon.step.full_replication import FullReplicationRound
@@ -441,7 +442,7 @@ class LayoutExchange(Exchange):
         plans = self.layouts.plans.items()
         lines = [f"ranks {listed(ranks, ' ')}: {plan.report()}" for ranks, plan in plans]
         for ranks, ranking in self.layouts.rankings.items():
-            ways = [f"{way} {ns / 1e6:.3f} ms" for way, ns in ranking]
+            ways = told(ranking)
             for best, others in [(ways[0], ways[1:])] if ways else []:
                 lines.append(
                     f"ranks {listed(ranks, ' ')}: predicted of all matrices, and chosen: {best}; "

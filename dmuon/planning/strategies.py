@@ -63,6 +63,11 @@ def find_link(domain: Domain, per_byte: float, costs: object) -> tuple[Link, boo
 Ranking = tuple[tuple[str, float], ...]  # ways, and what a step takes with them in ns: the chosen one, the next best, …
 
 
+def told(ranking: Ranking) -> list[str]:
+    """For people."""
+    return [f"{way} {ns / 1e6:.3f} ms" for way, ns in ranking]
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How a matrix is orthogonalized that has not just an owner.

@@ -168,8 +168,10 @@ class Batch:
     def keep_masters(self, start: int, masters: Sequence[Tensor]) -> None:
         """Let the host have ``masters``, of parameters from ``start`` on, where these are copies of its own."""
         for param, master in zip(self.params[start : start + len(masters)], masters, strict=True):
-            if self.masters[id(param)] is not master:
-                self.masters[id(param)].copy_(master, non_blocking=True)
+            kept = self.masters[id(param)]
+            if kept is not master:
+                kept.copy_(master, non_blocking=True)
+                self._fetched.pop(id(kept), None)
 
     def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the matrices, 2-D each, in local ``tensors`` that lie as some of the parameters do.
@@ -195,7 +197,9 @@ class Batch:
         if self.stacked is not None:
             rows = slice(start * self.each, end * self.each)
             if id(self.stacked) in self._fetched:
-                return self._here(self.stacked)[rows].to(self.dtype)
+                here = self._here(self.stacked)
+                del self._fetched[id(self.stacked)]
+                return here[rows].to(self.dtype)
             stored = self.stacked[rows]
         else:
             assert self.region is not None
@@ -223,7 +227,7 @@ class Batch:
 
     def _here(self, stored: Tensor) -> Tensor:
         """``stored`` on the device: what was fetched, unless it has changed since."""
-        fetched = self._fetched.pop(id(stored), None)
+        fetched = self._fetched.get(id(stored))
         if fetched is not None and fetched.version == stored._version:
             return fetched.taken()
         return stored.to(self.device, non_blocking=True)

@@ -164,7 +164,7 @@ class _Loading:
     def end(self, _model: nn.Module, incompatible: Any) -> None:
         """Tell torch what other ranks have too many, which is a fault of a strict load alone."""
         keys = incompatible.unexpected_keys
-        keys.extend(key for key in self._too_many if key not in keys)
+        keys[:] = dict.fromkeys([*keys, *self._too_many])
         self._errors, self._too_many = None, []
 
     def _compare(

@@ -232,40 +232,35 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 
 def measure(settings: Settings) -> Record:
-    rows = []
+    """By phase of a residency, then by ranks x matrices."""
+    phases: dict[str, dict[str, dict[str, float]]] = {}
     for residency in settings.residency:
         for matrices in settings.matrices:
             for ranks in settings.ranks:
-                case = {"residency": residency, "ranks": ranks, "matrices": matrices}
-                phases = run(residency, ranks, matrices, settings.counts)
-                rows += [{**case, "phase": name, **asdict(phase)} for name, phase in phases.items()]
-    return {"rows": rows}
+                for name, phase in run(residency, ranks, matrices, settings.counts).items():
+                    phases.setdefault(f"{residency} {name}", {})[f"{ranks} x {matrices}"] = asdict(phase)
+    return {"phases": phases}
 
 
 def table(record: Record) -> str:
-    """A table for each residency: phases, by ranks x matrices, and exponents of growth where there are several."""
+    """Phases by ranks x matrices, and exponents of growth where there are several."""
     unit = "calls of functions" if record["settings"]["counts"] else "processor seconds"
-    parts = []
-    for residency in dict.fromkeys(row["residency"] for row in record["rows"]):
-        cells: dict[str, dict[str, str]] = {}
-        work: dict[str, dict[tuple[int, int], float]] = {}
-        for row in record["rows"]:
-            if row["residency"] == residency:
-                size = row["ranks"], row["matrices"]
-                work.setdefault(row["phase"], {})[size] = row["work"]
-                amount = f"{row['work']:,.0f}" if row["work"] >= 1000 else f"{row['work']:.3g}"
-                cell = f"{amount} ({row['collectives']}, {row['grown']:.0f})"
-                cells.setdefault(row["phase"], {})[f"{size[0]} x {size[1]}"] = cell
-        for phase, found in work.items():
-            for axis, along in enumerate(("ranks^", "matrices^")):
-                most = max(size[1 - axis] for size in found)
-                line = sorted(size for size in found if size[1 - axis] == most)
-                if len(line) > 1:
-                    sizes, values = [size[axis] for size in line], [found[size] for size in line]
-                    cells[phase][along] = f"{exponent(sizes, values):.2f}"
-        parts.append(f"{residency}: {unit} (collectives, MiB grown) of one rank by ranks x matrices")
-        parts.append(columns(cells, dict.fromkeys(next(iter(cells.values())), ""), "phase"))
-    return "\n\n".join(parts)
+    cells: dict[str, dict[str, str]] = {}
+    for phase, found in record["phases"].items():
+        cells[phase] = {}
+        work: dict[tuple[int, ...], float] = {}
+        for size, cost in found.items():
+            work[tuple(map(int, size.split(" x ")))] = cost["work"]
+            amount = f"{cost['work']:,.0f}" if cost["work"] >= 1000 else f"{cost['work']:.3g}"
+            cells[phase][size] = f"{amount} ({cost['collectives']}, {cost['grown']:.0f})"
+        for axis, along in enumerate(("ranks^", "matrices^")):
+            most = max(size[1 - axis] for size in work)
+            line = sorted(size for size in work if size[1 - axis] == most)
+            if len(line) > 1:
+                sizes, values = [size[axis] for size in line], [work[size] for size in line]
+                cells[phase][along] = f"{exponent(sizes, values):.2f}"
+    shown = columns(cells, dict.fromkeys(next(iter(cells.values())), ""), "phase")
+    return f"{unit} (collectives, MiB grown) of one rank by ranks x matrices\n{shown}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,11 +29,10 @@ MOST_OF_EXPERTS = {"load optimizer": 0.6}  # digests of all ranks, beside little
 @pytest.mark.pitfall("P79")
 def test_calls_of_one_rank_hardly_grow_with_ranks(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
-    sizes = ["--ranks", ",".join(map(str, RANKS)), "--matrices", str(MATRICES)]
-    run_bench("scale.py", *sizes, "--counts", "--json", out)
-    rows = {(row["residency"], row["phase"], row["ranks"]): row for row in json.loads(out.read_text())["rows"]}
-    for residency, phase in {key[:2] for key in rows}:
-        few, many = (rows[residency, phase, ranks] for ranks in RANKS)
+    run_bench("scale.py", "--ranks", ",".join(map(str, RANKS)), "--matrices", str(MATRICES), "--counts", "--json", out)
+    for name, sizes in json.loads(out.read_text())["phases"].items():
+        residency, _, phase = name.partition(" ")
+        few, many = (sizes[f"{ranks} x {MATRICES}"] for ranks in RANKS)
         grown = bench.exponent(RANKS, [few["work"], many["work"]])
         most = MOST | MOST_OF_EXPERTS if residency == bench.EXPERTS else MOST
         assert grown <= most.get(phase, MOST_OF_ANY_OTHER), f"{residency}, {phase}: {few} to {many}"

@@ -95,7 +95,6 @@ def removed(instead: str) -> Callable[[str], NoReturn]:
     return refuse
 
 
-positive = number("positive number", lambda value: value > 0)
 seconds = number("number of seconds above 0 and at most 1e6", lambda value: 0 < value <= 1e6)  # as clocks can count
 
 

@@ -10,29 +10,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
-from dmuon.solver import CostTable, Matrix, Method, Plan, Rank, Shape, SolveOptions, plan
-from dmuon.tools.cli import (
-    BadArgument,
-    Parser,
-    count,
-    fitted,
-    number,
-    positive,
-    removed,
-    require_target,
-    seconds,
-)
+from dmuon.solver import CostTable, Matrix, Plan, Rank, Shape, plan
+from dmuon.tools.cli import BadArgument, Parser, count, fitted, removed, require_target
 from dmuon.tools.simulation.hardware import HARDWARE, Device, Hardware, Topology, describe, hardware, wave_costs
 from dmuon.tools.simulation.prediction import meshes, recommend, report
-from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
+from dmuon.tools.simulation.step import Scenario, Workload
 
-_percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"
+_SOLVER = "leave it out; plans for a run take it in dedicate_params(solve=dmuon.solver.SolveOptions(…))"
 _STAGE = "plan one stage: a config.json of its layers, and --world of its ranks"
 _REMOVED = {  # and what to write instead
     "--backend": "the CBC that PuLP brings is the only solver, so leave it out",
@@ -41,7 +30,9 @@ _REMOVED = {  # and what to write instead
     "--pp": _STAGE,
     "--micro-batches": _STAGE,
     "--speed": "a step of alike ranks is predicted; give dedicate_params ranks=[1.0, 0.8, …] for others",
-    "--memory-gib": "write --byte-slack 10 --gap 10, which gives a tenth of the makespan for even bytes",
+    "--memory-gib": "give dedicate_params solve=SolveOptions(byte_slack=0.1, gap_target=0.1), which evens bytes",
+    **dict.fromkeys(("--method", "--gap", "--time-limit", "--byte-slack"), _SOLVER),
+    "--efficiency": "write bench/simulate.py --table MODEL.json --efficiency X, which has it",
     "--target": "try other --tokens, --replicate or --set, or --recommend",
     "--compare": "write --verbose, which says what is proven; bench/planner_gaps.py compares plans with others",
     "--owners": "write --json PATH, where each matrix has its owner",
@@ -72,20 +63,14 @@ def _run(arguments: argparse.Namespace) -> int:
         table = costs.table.with_transfer({shape: _gather_ns(shape, machine, topology) for shape in costs.table.costs})
         source = f"{costs.source}, gather and scatter over {topology.tp} tensor-parallel ranks added"
         costs = FoundCosts(table, source)
-    options = SolveOptions(
-        method=arguments.method,
-        gap_target=arguments.gap / 100,
-        time_limit_s=arguments.time_limit,
-        byte_slack=arguments.byte_slack / 100,
-    )
     ranks = [Rank(i, node=i // topology.gpus_per_node) for i in range(topology.world)]
     started = time.perf_counter()
-    result = plan(matrices, ranks, costs.table, options)
+    result = plan(matrices, ranks, costs.table)
     seconds = time.perf_counter() - started
     predicts = arguments.costs == "wave" or arguments.device is not None
     lines: list[str] = []
     if predicts:
-        scenario = Scenario(workload, result, exchanged_costs, machine, topology, efficiency=arguments.efficiency)
+        scenario = Scenario(workload, result, exchanged_costs, machine, topology)
         found = recommend(scenario, [*meshes(topology)] if arguments.recommend else [topology])
         lines += [*found.answer(), "", report(scenario)]
         if arguments.recommend:
@@ -123,28 +108,10 @@ def _parser() -> Parser:
         metavar="NAME=X",
         help="override a figure of the preset: inter_bandwidth=25e9",
     )
-    solve = parser.add_argument_group("solver")
-    solve.add_argument("--method", choices=get_args(Method), default="auto", help="how to solve (default: auto)")
-    solve.add_argument("--gap", type=_percent, default=1.0, metavar="PERCENT", help="gap to prove (default: 1)")
-    solve.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="for exact methods (default: 10)")
-    solve.add_argument(
-        "--byte-slack",
-        type=_percent,
-        default=1.0,
-        metavar="PERCENT",
-        help="makespan to give for even bytes (default: 1)",
-    )
     step = parser.add_argument_group("predicted step")
     step.add_argument("--tokens", type=count, default=16384, metavar="N", help="per rank and step (default: 16384)")
     step.add_argument("--sequence", type=count, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
     step.add_argument("--recompute", action="store_true", help="full activation checkpointing")
-    step.add_argument(
-        "--efficiency",
-        type=positive,
-        default=EFFICIENCY,
-        metavar="X",
-        help=f"of forward and backward, part of the peak (default: {EFFICIENCY})",
-    )
     out = parser.add_argument_group("output")
     out.add_argument("--recommend", action="store_true", help="also try other meshes, and compare all")
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")

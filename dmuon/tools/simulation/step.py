@@ -311,7 +311,7 @@ def stored_shapes(scenario: Scenario) -> Counter[tuple[int, int]]:
 
 # -- the recurrence -------------------------------------------------------------------------------------------------
 
-_MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime
+_MAX_REDUCTIONS = 2  # as in dmuon.dedicated.gradients
 _OWNERS = ("broadcast", "reduce", "all_to_all")  # AdamW's step has no such collectives
 _FOLD_BYTES = 3 * MASTER_BYTES  # of an element: its gradient and its momentum read, this written
 _READ_BYTES = 2 * MASTER_BYTES  # both read again

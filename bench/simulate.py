@@ -88,7 +88,7 @@ def scaling(settings: Settings) -> Record:
                     "overhead": taken.step_s / adamw.step_s - 1,
                     "verdict": taken.over(adamw) if taken.fits else "does not fit",
                     "mesh": _place(taken),
-                    "residency": taken.residency,
+                    "residency": taken.program,
                     "code": "\n".join(taken.code(found.blocks)),
                     "ways": [_told(way) for way in found.ways],
                 }
@@ -102,7 +102,7 @@ def _place(way: Way) -> str:
 
 
 def _told(way: Way) -> dict[str, Any]:
-    place = {"mesh": _place(way), "residency": way.residency}
+    place = {"mesh": _place(way), "residency": way.program}
     return {**place, "step_ms": 1e3 * way.step_s, "gib": way.nbytes / 2**30, "fits": way.fits}
 
 

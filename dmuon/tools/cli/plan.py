@@ -17,7 +17,7 @@ from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
 from dmuon.solver import CostTable, Matrix, Plan, Rank, Shape, plan
 from dmuon.tools.cli import BadArgument, Parser, count, fitted, removed, require_target
 from dmuon.tools.simulation.hardware import HARDWARE, Device, Hardware, Topology, describe, hardware, wave_costs
-from dmuon.tools.simulation.prediction import meshes, recommend, report
+from dmuon.tools.simulation.prediction import meshes, recommend
 from dmuon.tools.simulation.step import Scenario, Workload
 
 _DEFAULT_DEVICE = "h200"
@@ -72,9 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if predicts:
         scenario = Scenario(workload, result, exchanged_costs, machine, topology)
         found = recommend(scenario, [*meshes(topology)] if arguments.recommend else [topology])
-        lines += [*found.answer(), "", report(scenario)]
-        if arguments.recommend:
-            lines += ["", *found.table()]
+        lines += [*found.answer(), "", found.table]
     else:
         lines += [_UNPREDICTED]
     if arguments.verbose or not predicts:

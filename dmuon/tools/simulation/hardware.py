@@ -24,16 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmuon.kernels import (
-    HALF,
     Arithmetic,
-    Polynomial,
     Square,
     coefficient_sequence,
     iterate,
     make_iteration,
     rule_on,
 )
-from dmuon.planning.device_key import NsOptions
 from dmuon.planning.profiler import useful_batch_sizes
 from dmuon.platform.options import is_integer, is_number
 from dmuon.solver import CostTable, Shape
@@ -183,6 +180,7 @@ UPDATE_BYTES = sum(_PASSES)  # of an element, that pass through memory beside pr
 
 # Sides of the matrix that the products are noted on; each stands for a side of the matrix that is priced.
 _SMALL, _LARGE = 2, 3
+_NEWTON_SCHULZ, _DTYPE = coefficient_sequence("polar_express", 5), torch.float16  # the defaults on GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +237,7 @@ class _Recorder(Arithmetic):
         return x
 
 
-def wave_costs(device: Device, limits: Mapping[Shape, int], *, options: NsOptions | None = None) -> CostTable:
+def wave_costs(device: Device, limits: Mapping[Shape, int]) -> CostTable:
     """Costs of momentum, Newton–Schulz and weight update together, as ``dmuon-profile`` would time them on ``device``.
 
     All are marked estimated. They are isotonic in the batch size, which takes the values that are worth timing: powers
@@ -248,26 +246,13 @@ def wave_costs(device: Device, limits: Mapping[Shape, int], *, options: NsOption
     Args:
         device: the GPU.
         limits: shape (small side, large side) to the most matrices in a batch.
-        options: the Newton–Schulz run; fp16 or bf16. Whether it is in Gram form is the kernels' choice.
-
-    Raises:
-        ValueError: a shape is not two positive integers, small side first; a limit is not a positive integer; the
-            options are not valid or not in half precision.
     """
-    options = options or NsOptions()
-    dtype = options.dtype or torch.float16
-    if dtype not in HALF:
-        raise ValueError(f"options.dtype={dtype} has no wave model; use float16 or bfloat16, or costs='flops'")
-    CostTable({shape: {1: 1} for shape in limits})  # refuses a shape by name before it is computed with
-    sequence = coefficient_sequence(options.coefficients, options.steps)
     costs: dict[Shape, dict[int, int]] = {}
     for shape, limit in limits.items():
-        if not is_integer(limit, 1):
-            raise ValueError(f"limits: shape {shape}: {limit!r} must be a positive integer; give the largest batch")
         most = 0
         costs[shape] = {}
         for k in useful_batch_sizes(shape, limit, torch.device("cuda")):
-            most = max(most, _update_ns(device, shape, k, sequence, dtype))
+            most = max(most, _update_ns(device, shape, k))
             costs[shape][k] = most  # a larger batch may be the first in halves, and shorter
     return CostTable(costs, dict.fromkeys(costs, "estimated"))
 
@@ -277,11 +262,12 @@ def describe(device: Device) -> str:
     return f"estimated: wave model of {device.name}"
 
 
-def _update_ns(device: Device, shape: Shape, k: int, sequence: Polynomial, dtype: torch.dtype) -> int:
+def _update_ns(device: Device, shape: Shape, k: int) -> int:
     """Whole nanoseconds of one update of ``k`` matrices. Rounded up, which keeps sums above the whole."""
-    variant = rule_on(device.sms, shape, k, sequence, dtype)
-    recorder = _Recorder(dtype, dtype, halves=variant.backend == "triton")
-    iterate(torch.empty(_SMALL, _LARGE, dtype=dtype, device="meta"), make_iteration(variant, sequence, dtype), recorder)
+    variant = rule_on(device.sms, shape, k, _NEWTON_SCHULZ, _DTYPE)
+    recorder = _Recorder(_DTYPE, _DTYPE, halves=variant.backend == "triton")
+    matrix = torch.empty(_SMALL, _LARGE, dtype=_DTYPE, device="meta")
+    iterate(matrix, make_iteration(variant, _NEWTON_SCHULZ, _DTYPE), recorder)
     side = {_SMALL: shape[0], _LARGE: shape[1]}
     products = [replace(p, rows=side[p.rows], inner=side[p.inner], columns=side[p.columns]) for p in recorder.products]
     # PyTorch copies an addend into the result, for cuBLAS to add to.

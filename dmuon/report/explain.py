@@ -37,9 +37,8 @@ _ANEW = "the optimizer's groups hold other parameters than they did: the next st
 def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, max_rows: int | None = 100) -> str:
     """Matrix by matrix what becomes of it and why, sums per rank, dtypes, warnings, and what the optimizer did last.
 
-    Of each matrix: of which tensor it is a part, where it lies, its owner, the batched Newton-Schulz call that takes it
-    and with how many others, how that runs, and its share of the time that the plan predicts for its owner.
-    Communicates nothing, so that one rank may call it alone.
+    Of each matrix: of which tensor it is a part, where it lies, its owner, and its share of the time that the plan
+    predicts for its owner. Communicates nothing, so that one rank may call it alone.
 
     Args:
         model: any; of one that did not go through ``dedicate_params`` the optimizer knows the owners.
@@ -167,10 +166,7 @@ def _made_of(param: Tensor, spec: MatrixSpec) -> tuple[str, int]:
 
 # -- matrices -------------------------------------------------------------------------------------------------------
 
-_HEAD = (
-    "matrix", "count", "shape", "placement", "owner", "call", "Newton-Schulz", "predicted", "parts", "why",
-)  # fmt: skip
-_LEGEND = ("  call: number of its owner's batched Newton-Schulz call that takes it, and how many matrices that takes.",)
+_HEAD = ("matrix", "count", "shape", "placement", "owner", "predicted", "parts", "why")
 
 
 def _matrices(tensors: Sequence[_Tensor], rows: Sequence[MatrixRow], max_rows: int | None) -> list[str]:
@@ -188,7 +184,7 @@ def _matrices(tensors: Sequence[_Tensor], rows: Sequence[MatrixRow], max_rows: i
         lines += [_line(f"  [{row.number}]", "", None, [row]) for row in own]
     if max_rows is not None and len(lines) - 1 > max_rows:
         lines = [_HEAD, *_folded(tensors, of_tensor)]
-    return ["matrices of Muon", *table(lines), *(_LEGEND if rows else ())]
+    return ["matrices of Muon", *table(lines)]
 
 
 def _folded(tensors: Sequence[_Tensor], of_tensor: Mapping[str, Sequence[MatrixRow]]) -> list[tuple[str, ...]]:
@@ -197,7 +193,7 @@ def _folded(tensors: Sequence[_Tensor], of_tensor: Mapping[str, Sequence[MatrixR
     for tensor in tensors:
         told = tensor.made_of, tensor.why, pattern(tensor.name)
         for row in of_tensor[tensor.name]:
-            kind = row.strategy, row.shape, pattern(row.lies), row.runs, row.predicted_ns is None
+            kind = row.strategy, row.shape, pattern(row.lies), row.predicted_ns is None
             alike.setdefault((told, kind), []).append((tensor, row))
         if not of_tensor[tensor.name]:
             alike.setdefault((told, tensor.shape), []).append((tensor, None))
@@ -217,7 +213,7 @@ def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRo
     made_of, why = ("", "") if tensor is None else (tensor.made_of, tensor.why)
     if not rows:
         assert tensor is not None
-        return name, count, shape_text(tensor.shape), *[""] * 5, made_of, why
+        return name, count, shape_text(tensor.shape), *[""] * 3, made_of, why
     first = rows[0]
     shape = first.shape if tensor is None or tensor.matrices > 1 else tensor.shape
     lies = dict.fromkeys(row.lies for row in rows)
@@ -229,24 +225,10 @@ def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRo
         shape_text(shape),
         first.lies if len(lies) == 1 else pattern(first.lies),
         first.strategy if first.owner is None and first.strategy != "owner" else spans_text(owners),
-        _batches(rows),
-        first.runs,
         time_text(sum(known)) if known else "" if first.owner is None else time_text(None),
         made_of,
         why,
     )
-
-
-def _batches(rows: Sequence[MatrixRow]) -> str:
-    """``#3, 4 matrices``; of rows that are told as one, the calls' number and sizes."""
-    if len(rows) == 1:
-        [row] = rows
-        if row.call is None:
-            return f"up to {row.batch}" if row.batch else ""
-        return f"#{row.call}, {row.batch} matri{'x' if row.batch == 1 else 'ces'}" if row.batch else f"#{row.call}"
-    sizes = sorted({row.batch for row in rows if row.batch})
-    exact = all(row.call is not None for row in rows)
-    return f"{'' if exact else 'up to '}{spans_text(sizes)} each" if sizes else ""
 
 
 def _on_adamw(rest: Sequence[_Tensor], max_rows: int | None) -> list[str]:

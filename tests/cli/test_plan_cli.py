@@ -129,21 +129,11 @@ def test_costs_of_a_cache_are_measured_and_need_a_device_for_a_prediction(
 
 def test_overrides_change_the_prediction(plan: Callable[..., Any]) -> None:
     @cache
-    def planned(*args: object) -> Any:
-        done = plan("--world", 4, "--nodes", 2, "--verbose", *args)
-        assert done.status == 0
-        return done
-
-    def row(name: str, *args: object) -> str:
-        return planned(*args).row(name)
-
     def step(*args: object) -> float:
-        return float(row("dedicate_params", *args).split()[4])
+        done = plan("--world", 4, "--nodes", 2, *args)
+        assert done.status == 0
+        return float(done.row("dedicate_params").split()[4])
 
-    def share(*args: object) -> float:
-        return float(row("the largest owner keeps", *args).split(", ")[1].split("%")[0])
-
-    assert share("--set", "device_memory=1e8") > share() == 0.0
     for slower in ("device_peak_flops=1e14", "inter_bandwidth=1e9", "inter_latency_s=1e-3", "device_launch_s=1e-3"):
         assert step("--set", slower) > step(), slower
     assert step("--set", "inter_bandwidth=1e12", "--set", "gpus_per_node=8") < step()

@@ -14,9 +14,9 @@ from pathlib import Path
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
-from dmuon.solver import CostTable, Matrix, Plan, Rank, Shape, plan
+from dmuon.solver import CostTable, Matrix, Rank, Shape, plan
 from dmuon.tools.cli import BadArgument, Parser, count, fitted, removed, require_target
-from dmuon.tools.simulation.hardware import HARDWARE, Device, Hardware, Topology, describe, hardware, wave_costs
+from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, describe, hardware, wave_costs
 from dmuon.tools.simulation.prediction import meshes, recommend
 from dmuon.tools.simulation.step import Scenario, Workload
 
@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         lines += [_UNPREDICTED]
     if arguments.verbose or not predicts:
-        lines += ["", f"costs: {costs.source}", result.report(), _memory(result, machine.device)]
+        lines += ["", f"costs: {costs.source}", result.report()]
         lines += [f"planned in {seconds:.2f} s"]
     # Before anything is written: a full disk must not cost the report.
     print(fitted("\n".join(lines).strip("\n")), flush=True)
@@ -113,7 +113,7 @@ def _parser() -> Parser:
     out = parser.add_argument_group("output")
     out.add_argument("--recommend", action="store_true", help="also try other meshes, and compare all")
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")
-    out.add_argument("--verbose", action="store_true", help="the solver's report too: loads, proof, batches, memory")
+    out.add_argument("--verbose", action="store_true", help="the solver's report too: loads and proof")
     for flag, instead in _REMOVED.items():
         parser.add_argument(flag, nargs="?", const="", type=removed(instead), help=argparse.SUPPRESS)
     return parser
@@ -155,18 +155,6 @@ def _gather_ns(shape: Shape, machine: Hardware, topology: Topology) -> int:
     link = machine.intra if topology.tp <= topology.gpus_per_node else machine.inter
     nbytes = 4 * shape[0] * shape[1] * (topology.tp - 1) / topology.tp
     return math.ceil(2e9 * ((topology.tp - 1) * link.latency_s + nbytes / link.bandwidth))
-
-
-def _memory(result: Plan, device: Device) -> str:
-    """What the largest owner keeps, against the device."""
-    nbytes = [0] * result.world
-    for m in result.matrices:
-        nbytes[result.owners[m.name]] += m.state_bytes
-    most = max(nbytes)
-    return (
-        f"the largest owner keeps {most / 2**30:.2f} GiB of fp32 masters and momentum, "
-        f"{most / device.memory:.1%} of an {device.name}"
-    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dmuon.kernels import PRESETS
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache, Entries, parse_shape, user_cache_path
 from dmuon.planning.device_key import NsOptions, device_key
-from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, settled, useful_batch_sizes
+from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, useful_batch_sizes
 from dmuon.solver import Shape
 from dmuon.tools.cli import BadArgument, Parser, count, removed, require_target, seconds
 
@@ -86,14 +86,6 @@ def _measure(arguments: argparse.Namespace) -> int:
     left_out = [f"{m}x{n}" for m, n in sorted(work) if 1 not in entries.get((m, n), {})]
     if left_out:
         print(f"not timed within --budget {budget_s:g}, planned by estimate: {', '.join(left_out)}")
-    larger = sum(k not in entries[shape] for shape, sizes in work.items() if shape in entries for k in sizes)
-    if larger:
-        print(f"not timed within --budget {budget_s:g} or the device's memory: {larger} larger batches")
-    unsettled = sum(not settled(t) for timings in entries.values() for t in timings.values())
-    if unsettled:
-        print(
-            f"{unsettled} of {sum(map(len, entries.values()))} timings spread by 3% or more; on an idle device fewer do"
-        )
     print(f"wrote {path}")
     return 0
 

@@ -285,10 +285,6 @@ def _clip(trained: Trained) -> None:
     dmuon.clip_grad_norm_(trained.model.parameters(), 1e-3)
 
 
-def _clip_values(trained: Trained) -> None:
-    dmuon.clip_grad_value_(trained.model.parameters(), 1e-3)
-
-
 def _edit_gradients(trained: Trained) -> None:
     for param in trained.model.parameters():
         if param.grad is not None:
@@ -365,7 +361,6 @@ ACTIONS: dict[str, Callable[[Trained], None]] = {
     "zero": _zero,
     "zero-model": _zero_model,
     "clip": _clip,
-    "clip-values": _clip_values,
     "edit-gradients": _edit_gradients,
     "rebuild": _rebuild,
     "evaluate": _evaluate,
@@ -480,7 +475,6 @@ PROGRAMS: dict[str, Program] = {
     "cp": Program("cp", f"{T} {T}"),
     "tensor fsdp": Program("tp-fsdp", f"{T} {T}"),
     "clipped overlap": Program("1d-two-lines", f"{T} backward clip step zero {T}", overlap=True),
-    "clipped values overlap": Program("1d-two-lines", f"{T} backward clip-values step zero {T}", overlap=True),
     "edited gradients": Program("1d-two-lines", f"{T} backward edit-gradients step zero {T}", overlap=True),
     "loaded early": Program("1d-two-lines", f"{T} save backward load step zero {T}", overlap=True),
     "rebuilt": Program("1d-two-lines", f"{T} backward rebuild step zero {T}", overlap=True),

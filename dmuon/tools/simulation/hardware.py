@@ -32,7 +32,7 @@ from dmuon.kernels import (
     rule_on,
 )
 from dmuon.planning.profiler import useful_batch_sizes
-from dmuon.platform.options import is_integer, is_number
+from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Shape
 
 
@@ -96,30 +96,27 @@ def hardware(name: str, /, **overrides: float) -> Hardware:
             or ``gpus_per_node``, in the units of the field.
 
     Raises:
-        ValueError: the preset or a figure's name is unknown, or a value is not finite and positive (a count:
-            not a positive whole number; a part of a rate: above 1).
+        ValueError: a figure's name is unknown, or a value is not finite and positive (a count: not a positive whole
+            number; a part of a rate: above 1).
     """
-    if name not in HARDWARE:
-        raise ValueError(f"hardware {name!r} is unknown; use one of {', '.join(HARDWARE)}")
     found = HARDWARE[name]
     parts = {"device": Device, "intra": Link, "inter": Link}
     known = [f"{part}_{one.name}" for part, kind in parts.items() for one in fields(kind) if one.name != "name"]
     for flat, value in overrides.items():
         if flat not in (*known, "gpus_per_node"):
             raise ValueError(f"{flat} is no figure of the hardware; use one of {', '.join((*known, 'gpus_per_node'))}")
-        if not is_number(value) or not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{flat}={value!r} must be finite and positive; give it in bytes, FLOP and seconds")
+        counts = flat in ("device_sms", "device_memory", "gpus_per_node")
+        if not (math.isfinite(value) and value > 0 and (float(value).is_integer() or not counts)):
+            kind = "a positive whole number" if counts else "finite and positive, in bytes, FLOP and seconds"
+            raise ValueError(f"{flat}={value!r} must be {kind}")
         if flat.endswith(("efficiency", "sustained")) and value > 1:
             raise ValueError(f"{flat}={value!r} must be at most 1; give the part of the peak that is reached")
-        if flat in ("device_sms", "device_memory", "gpus_per_node"):
-            if not float(value).is_integer():
-                raise ValueError(f"{flat}={value!r} must be a positive whole number; give one")
-            value = int(value)
         part, _, figure = flat.partition("_")
         if flat == "gpus_per_node":
             found = replace(found, gpus_per_node=int(value))
         else:
-            found = replace(found, **{part: replace(getattr(found, part), **{figure: value})})
+            number = int(value) if counts else value
+            found = replace(found, **{part: replace(getattr(found, part), **{figure: number})})
     return found
 
 

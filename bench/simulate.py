@@ -37,7 +37,6 @@ class Settings(Options):
     efficiency: float = EFFICIENCY
     tokens: int = 8192
     sequence: int = 4096
-    recompute: bool = False
     worlds: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -66,7 +65,7 @@ def products() -> Record:
 def scaling(settings: Settings) -> Record:
     """What is recommended for each model at each number of ranks, and its cost over the best AdamW's."""
     rows, machine = [], HARDWARE[settings.hardware]
-    options = {"tokens": settings.tokens, "sequence": settings.sequence, "recompute": settings.recompute}
+    options = {"tokens": settings.tokens, "sequence": settings.sequence}
     for path in map(Path, settings.table):
         workload, matrices, machine = (
             Workload.from_config(path, **options),

@@ -32,6 +32,7 @@ _REMOVED = {  # and what to write instead
     "--speed": "a step of alike ranks is predicted; give dedicate_params ranks=[1.0, 0.8, …] for others",
     "--memory-gib": "give dedicate_params solve=SolveOptions(byte_slack=0.1, gap_target=0.1), which evens bytes",
     **dict.fromkeys(("--method", "--gap", "--time-limit", "--byte-slack"), _SOLVER),
+    "--recompute": "leave it out; it makes all steps longer alike, by a third of what forward and backward take",
     "--efficiency": "write bench/simulate.py --table MODEL.json --efficiency X, which has it",
     "--target": "try other --tokens, --replicate or --set, or --recommend",
     "--compare": "write --verbose, which says what is proven; bench/planner_gaps.py compares plans with others",
@@ -54,9 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
     machine = hardware(arguments.device or _DEFAULT_DEVICE, **_overrides(arguments.set))
     topology = _topology(arguments, machine)
     matrices = [replace(m, nbytes=2 * m.rows * m.cols) for m in read_model(arguments.model)]  # bf16 travels
-    workload = Workload.from_config(
-        arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
-    )
+    workload = Workload.from_config(arguments.model, tokens=arguments.tokens, sequence=arguments.sequence)
     costs = _costs(arguments.costs, machine, matrices)
     exchanged_costs = costs.table
     if topology.tp > 1:
@@ -109,7 +108,6 @@ def _parser() -> Parser:
     step = parser.add_argument_group("predicted step")
     step.add_argument("--tokens", type=count, default=16384, metavar="N", help="per rank and step (default: 16384)")
     step.add_argument("--sequence", type=count, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
-    step.add_argument("--recompute", action="store_true", help="full activation checkpointing")
     out = parser.add_argument_group("output")
     out.add_argument("--recommend", action="store_true", help="also try other meshes, and compare all")
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")

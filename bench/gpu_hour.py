@@ -72,7 +72,7 @@ def parts(out: Path, gpus: int, dry: bool) -> list[Part]:
         return Part(name, seconds, (sys.executable, *words, *written), path)
 
     cpu = ("--device", "cpu") if dry else ()
-    check = ("-m", "dmuon.tools.cli.check", "--first-run", *cpu, *(("--topologies", "1d,fsdp2") if dry else ()))
+    check = ("-m", "dmuon.tools.cli.check", "--first-run", *cpu)
     kernels = (str(_BENCH / "gpu_kernels.py"), "--models", str(ROOT / "examples/models"))
     limits = ("--seconds", "2", "--dry") if dry else ("--seconds", "600")
     profile = ("-m", "dmuon.tools.cli.profile", str(out / "model.json"), *cpu, "--budget")

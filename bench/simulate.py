@@ -37,7 +37,6 @@ class Settings(Options):
     efficiency: float = EFFICIENCY
     tokens: int = 8192
     sequence: int = 4096
-    recompute: bool = False
     worlds: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -66,7 +65,7 @@ def products() -> Record:
 def scaling(settings: Settings) -> Record:
     """What is recommended for each model at each number of ranks, and its cost over the best AdamW's."""
     rows, machine = [], HARDWARE[settings.hardware]
-    options = {"tokens": settings.tokens, "sequence": settings.sequence, "recompute": settings.recompute}
+    options = {"tokens": settings.tokens, "sequence": settings.sequence}
     for path in map(Path, settings.table):
         workload, matrices, machine = (
             Workload.from_config(path, **options),
@@ -88,7 +87,7 @@ def scaling(settings: Settings) -> Record:
                     "overhead": taken.step_s / adamw.step_s - 1,
                     "verdict": taken.over(adamw) if taken.fits else "does not fit",
                     "mesh": _place(taken),
-                    "residency": taken.residency,
+                    "residency": taken.program,
                     "code": "\n".join(taken.code(found.blocks)),
                     "ways": [_told(way) for way in found.ways],
                 }
@@ -102,7 +101,7 @@ def _place(way: Way) -> str:
 
 
 def _told(way: Way) -> dict[str, Any]:
-    place = {"mesh": _place(way), "residency": way.residency}
+    place = {"mesh": _place(way), "residency": way.program}
     return {**place, "step_ms": 1e3 * way.step_s, "gib": way.nbytes / 2**30, "fits": way.fits}
 
 

@@ -20,7 +20,7 @@ medians over rounds in ms, of the slowest rank unless said otherwise:
     error      largest relative difference of any weight from a single process after the first steps (3 by default)
 
     python bench/step.py --world 2 --rounds 15
-    python bench/step.py --world 2 --rounds 15 --programs sweep     # transports, prefetching, outstanding reductions
+    python bench/step.py --world 2 --rounds 15 --programs sweep     # transports, prefetching, merged blocks
     python bench/step.py --programs ablation     # on 1, 2 and 4 ranks, what owners, Gram form, planner and batches save
 """
 
@@ -66,8 +66,6 @@ MODES = {
 }
 SWEEP = {
     DEDICATED: Mode(),
-    "dedicated reductions 1": Mode(comm=dmuon.CommOptions(outstanding_reductions=1)),
-    "dedicated reductions 4": Mode(comm=dmuon.CommOptions(outstanding_reductions=4)),
     "dedicated prefetch 0": Mode(comm=dmuon.CommOptions(prefetch=0)),
     "dedicated prefetch 2": Mode(comm=dmuon.CommOptions(prefetch=2)),
     "dedicated broadcast": Mode(comm=dmuon.CommOptions(transport="broadcast")),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # tests/test_import.py holds these against _HOMES
         create_processgroup_config,
     )
     from dmuon.model.matrix_spec import MatrixSpec
-    from dmuon.optimizer.clip import clip_grad_norm_, clip_grad_value_
+    from dmuon.optimizer.clip import clip_grad_norm_
     from dmuon.optimizer.groups import param_groups
     from dmuon.optimizer.muon import Muon
     from dmuon.optimizer.qk_clip import AttentionHeads, QKClip
@@ -49,7 +49,6 @@ __all__ = [
     "QKClip",
     "StepStats",
     "clip_grad_norm_",
-    "clip_grad_value_",
     "create_auto_config",
     "create_devicemesh_config",
     "create_dtensor_config",
@@ -77,7 +76,7 @@ _MODULES = {  # where names are defined that are no modules themselves
         "create_auto_config create_devicemesh_config create_dtensor_config create_processgroup_config"
     ),
     "model.matrix_spec": "MatrixSpec",
-    "optimizer.clip": "clip_grad_norm_ clip_grad_value_",
+    "optimizer.clip": "clip_grad_norm_",
     "optimizer.groups": "param_groups",
     "optimizer.muon": "Muon",
     "optimizer.qk_clip": "AttentionHeads QKClip",
@@ -86,6 +85,7 @@ _MODULES = {  # where names are defined that are no modules themselves
     "report.explain": "explain",
 }
 _REMOVED = {  # and what to write instead
+    "clip_grad_value_": "torch.nn.utils.clip_grad_value_(parameters, value, foreach=False) is exact on every topology",
     "rebalanced_plan": "give dedicate_params ranks=[speed, …], as docs/planning.md finds them in a step",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from typing import Literal, get_args
 
@@ -17,6 +17,14 @@ from dmuon.layout.buffer import Transport
 from dmuon.layout.topology import Coordinate, Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
+
+_REMOVED = {  # options, and what to do instead
+    "outstanding_reductions": "gradients of two blocks travel at once; leave it out",
+    "hierarchical": "shard within a node and replicate across nodes instead: dedicate over "
+    "init_device_mesh(device, (nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))",
+    "max_ctas": "to bound the multiprocessors that a collective may occupy, set NCCL's own environment variable "
+    "NCCL_MAX_CTAS",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +45,8 @@ class CommOptions:
             padded to one size. ``"auto"`` on NCCL takes ``single`` for a block whose padding is at most 15 %, else
             ``broadcast``; elsewhere ``broadcast``.
         prefetch: blocks whose weights are on their way while another one computes, and that ``step()`` fills.
-        outstanding_reductions: blocks whose gradients travel at once.
         merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights. 0 merges
             nothing.
-        hierarchical: refused. A mesh of ``("replicate", "shard")`` keeps what a message passes within the nodes.
-        max_ctas: refused. The environment variable ``NCCL_MAX_CTAS`` of NCCL bounds what its collectives occupy.
         asynchronous: ``False`` waits for every collective where it starts: for debugging; results are bitwise the same.
         timeout: of dmuon's own process groups, a ``datetime.timedelta``; ``None`` is that of ``init_process_group``.
 
@@ -51,31 +56,23 @@ class CommOptions:
 
     transport: Transport = "auto"
     prefetch: int = 1
-    outstanding_reductions: int = 2
+    outstanding_reductions: InitVar[None] = None
     merge_bytes: int = 0
-    hierarchical: bool = False
-    max_ctas: int | None = None
+    hierarchical: InitVar[None] = None
+    max_ctas: InitVar[None] = None
     asynchronous: bool = True
     timeout: timedelta | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *removed: object) -> None:
+        for (name, instead), value in zip(_REMOVED.items(), removed, strict=True):
+            if value is not None:
+                raise ValueError(f"comm.{name}={value!r} is gone; {instead}")
         check_choice("comm.transport", self.transport, get_args(Transport))
         check_integer("comm.prefetch", self.prefetch, 0)
-        check_integer("comm.outstanding_reductions", self.outstanding_reductions, 1)
         merge_bytes: object = self.merge_bytes
         if merge_bytes == "auto":
             raise TypeError("comm.merge_bytes='auto' is no number; write a number of bytes, or 0")
         check_integer("comm.merge_bytes", self.merge_bytes, 0)
-        if self.max_ctas is not None:
-            raise ValueError(
-                "comm.max_ctas is gone; to bound the multiprocessors that a collective may occupy, set NCCL's own "
-                f"environment variable NCCL_MAX_CTAS={self.max_ctas}"
-            )
-        if self.hierarchical is not False:
-            raise ValueError(
-                "comm.hierarchical is gone; shard within a node and replicate across nodes instead: dedicate over "
-                "init_device_mesh(device, (nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
-            )
         check_flag("comm.asynchronous", self.asynchronous)
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
             raise TypeError(f"comm.timeout must be a datetime.timedelta or None, got {self.timeout!r}")

@@ -30,6 +30,7 @@ from dmuon.platform.torch_private import accumulation_hooks, local_tensor
 from dmuon.step.residency import Options, like_param
 
 Landed = Callable[[Sequence[Tensor]], None]
+_MOST_REDUCTIONS = 2  # under way at once: a third would keep one more buffer of gradients
 
 
 class GradReduction:
@@ -199,7 +200,7 @@ class GradReduction:
 
 
 class Gradients:
-    """Gradients on their way; at most ``comm.options.outstanding_reductions`` buffers at once.
+    """Gradients on their way; those of at most two buffers at once.
 
     Attributes:
         averager: of parameters that nobody shards.
@@ -237,7 +238,7 @@ class Gradients:
 
     def reduce(self, buffer: OwnedBuffer) -> None:
         """Start reducing the gradients of a buffer; waits for the oldest reduction if too many are under way."""
-        while len(self._reductions) >= self._comm.options.outstanding_reductions:
+        while len(self._reductions) >= _MOST_REDUCTIONS:
             self._finish_oldest()
         for earlier in self._reductions:
             earlier.advance()

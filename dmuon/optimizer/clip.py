@@ -95,34 +95,6 @@ def clip_grad_norm_(
     return total
 
 
-@torch.no_grad()
-def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
-    """Clip each element of the gradients to ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_`` does.
-
-    Each rank clips what it holds of owned, sharded and replicated gradients; nothing is communicated.
-
-    Args:
-        parameters: those without a gradient are passed over.
-        clip_value: the largest magnitude that an element keeps.
-        foreach: as for :func:`clip_grad_norm_`.
-
-    Raises:
-        ValueError: a NaN or negative ``clip_value``, or a gradient that is Partial.
-        RuntimeError: no foreach kernels.
-    """
-    limit = float(clip_value)
-    if not limit >= 0:
-        raise ValueError(f"clip_value must be at least 0, got {limit}")
-    for same in by_kind(_gradients(_listed(parameters), foreach)):
-        if foreach is False:
-            for local in same:
-                local.clamp_(min=-limit, max=limit)
-        else:
-            torch._foreach_clamp_min_(same, -limit)
-            torch._foreach_clamp_max_(same, limit)
-        increment_version(same)
-
-
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not tensors and isinstance(parameters, types.GeneratorType):

@@ -92,11 +92,6 @@ def build_kernels(
     module.current_stream(device).synchronize()
 
 
-def settled(timing: Timing) -> bool:
-    """Whether the samples spread so little that measuring again would tell nothing new."""
-    return timing.p90_ns - timing.p10_ns < _SPREAD * timing.median_ns
-
-
 def _time_batch(update: Callable[[], None], clock: Clock, share_ns: float) -> Timing:
     """Rounds of samples until one settles or the share of the budget is spent; the one of least p90 counts."""
     clock(update)  # no sample: it may compile kernels
@@ -111,7 +106,7 @@ def _time_batch(update: Callable[[], None], clock: Clock, share_ns: float) -> Ti
         timing = _summary(samples)
         if timing.n > best.n or (timing.n == best.n and timing.p90_ns < best.p90_ns):
             best = timing
-        if timing.n < _ROUND or settled(timing):
+        if timing.n < _ROUND or timing.p90_ns - timing.p10_ns < _SPREAD * timing.median_ns:
             break
         samples = []
     return best

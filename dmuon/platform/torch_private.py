@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_OLDEST = (2, 11)
+_OLDEST = (2, 12)
 
 # Renamed in PyTorch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -37,9 +37,8 @@ _ANEW = "the optimizer's groups hold other parameters than they did: the next st
 def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, max_rows: int | None = 100) -> str:
     """Matrix by matrix what becomes of it and why, sums per rank, dtypes, warnings, and what the optimizer did last.
 
-    Of each matrix: of which tensor it is a part, where it lies, its owner, the batched Newton-Schulz call that takes it
-    and with how many others, how that runs, and its share of the time that the plan predicts for its owner.
-    Communicates nothing, so that one rank may call it alone.
+    Of each matrix: of which tensor it is a part, where it lies, its owner, and its share of the time that the plan
+    predicts for its owner. Communicates nothing, so that one rank may call it alone.
 
     Args:
         model: any; of one that did not go through ``dedicate_params`` the optimizer knows the owners.
@@ -167,86 +166,48 @@ def _made_of(param: Tensor, spec: MatrixSpec) -> tuple[str, int]:
 
 # -- matrices -------------------------------------------------------------------------------------------------------
 
-_HEAD = (
-    "matrix", "count", "shape", "placement", "owner", "call", "Newton-Schulz", "predicted", "parts", "why",
-)  # fmt: skip
-_LEGEND = ("  call: number of its owner's batched Newton-Schulz call that takes it, and how many matrices that takes.",)
+_HEAD = ("matrix", "count", "shape", "placement", "owner", "predicted", "parts", "why")
 
 
 def _matrices(tensors: Sequence[_Tensor], rows: Sequence[MatrixRow], max_rows: int | None) -> list[str]:
-    """A line for each matrix, and one above those of a tensor that is made of several."""
-    of_tensor: dict[str, list[MatrixRow]] = {tensor.name: [] for tensor in tensors}
-    for row in rows:
-        of_tensor.setdefault(row.tensor, []).append(row)
-    lines: list[tuple[str, ...]] = [_HEAD]
-    for tensor in tensors:
-        own = of_tensor[tensor.name]
-        if tensor.matrices == 1 or not own:
-            lines.append(_line(tensor.name, "", tensor, own))
-            continue
-        lines.append(_line(tensor.name, "", tensor, []))
-        lines += [_line(f"  [{row.number}]", "", None, [row]) for row in own]
-    if max_rows is not None and len(lines) - 1 > max_rows:
-        lines = [_HEAD, *_folded(tensors, of_tensor)]
-    return ["matrices of Muon", *table(lines), *(_LEGEND if rows else ())]
-
-
-def _folded(tensors: Sequence[_Tensor], of_tensor: Mapping[str, Sequence[MatrixRow]]) -> list[tuple[str, ...]]:
-    """Lines of matrices, or of tensors of which nothing more is known, that differ in numbers in their names only."""
+    """A line for each matrix; of many, one for all that differ in numbers in their names only."""
+    of_tensor: dict[str, list[MatrixRow | None]] = {tensor.name: [] for tensor in tensors}
+    for one in rows:
+        of_tensor.setdefault(one.tensor, []).append(one)
+    pairs = [(tensor, row) for tensor in tensors for row in of_tensor[tensor.name] or [None]]
+    folded = max_rows is not None and len(pairs) > max_rows
     alike: dict[object, list[tuple[_Tensor, MatrixRow | None]]] = {}
-    for tensor in tensors:
-        told = tensor.made_of, tensor.why, pattern(tensor.name)
-        for row in of_tensor[tensor.name]:
-            kind = row.strategy, row.shape, pattern(row.lies), row.runs, row.predicted_ns is None
-            alike.setdefault((told, kind), []).append((tensor, row))
-        if not of_tensor[tensor.name]:
-            alike.setdefault((told, tensor.shape), []).append((tensor, None))
-    lines = []
-    for members in alike.values():
-        tensor, first = members[0]
-        several = len(members) > 1
-        name = pattern(tensor.name) if len({tensor.name for tensor, _ in members}) > 1 else tensor.name
-        if first is not None and tensor.matrices > 1:
-            name += "[*]" if several else f"[{first.number}]"
-        lines.append(_line(name, f"{len(members):,}", tensor, [row for _, row in members if row is not None]))
-    return lines
+    for number, (tensor, row) in enumerate(pairs):
+        kind: object = number
+        if folded:
+            known = () if row is None else (row.strategy, row.shape, pattern(row.lies), row.predicted_ns is None)
+            kind = tensor.made_of, tensor.why, pattern(tensor.name), known or tensor.shape
+        alike.setdefault(kind, []).append((tensor, row))
+    counts = (f"{len(members):,}" if folded else "" for members in alike.values())
+    return ["matrices of Muon", *table([_HEAD, *map(_line, counts, alike.values())])]
 
 
-def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRow]) -> tuple[str, ...]:
-    """Of one matrix, or of several that are alike; of the tensor alone if there are no rows."""
-    made_of, why = ("", "") if tensor is None else (tensor.made_of, tensor.why)
-    if not rows:
-        assert tensor is not None
-        return name, count, shape_text(tensor.shape), *[""] * 5, made_of, why
-    first = rows[0]
-    shape = first.shape if tensor is None or tensor.matrices > 1 else tensor.shape
-    lies = dict.fromkeys(row.lies for row in rows)
-    known = [row.predicted_ns for row in rows if row.predicted_ns is not None]
+def _line(count: str, members: Sequence[tuple[_Tensor, MatrixRow | None]]) -> tuple[str, ...]:
+    """Of one matrix, or of several that are alike; of tensors alone if nothing more is known of them."""
+    tensor, first = members[0]
+    name = pattern(tensor.name) if len({tensor.name for tensor, _ in members}) > 1 else tensor.name
+    if first is None:
+        return name, count, shape_text(tensor.shape), "", "", "", tensor.made_of, tensor.why
+    if first.number is not None:
+        name += f"[{first.number}]" if len(members) == 1 else "[*]"
+    rows = [row for _, row in members if row is not None]
+    predicted = [row.predicted_ns for row in rows if row.predicted_ns is not None]
     owners = sorted({row.owner for row in rows if row.owner is not None})
     return (
         name,
         count,
-        shape_text(shape),
-        first.lies if len(lies) == 1 else pattern(first.lies),
+        shape_text(tensor.shape if first.number is None else first.shape),
+        first.lies if len({row.lies for row in rows}) == 1 else pattern(first.lies),
         first.strategy if first.owner is None and first.strategy != "owner" else spans_text(owners),
-        _batches(rows),
-        first.runs,
-        time_text(sum(known)) if known else "" if first.owner is None else time_text(None),
-        made_of,
-        why,
+        time_text(sum(predicted)) if predicted else "" if first.owner is None else time_text(None),
+        tensor.made_of,
+        tensor.why,
     )
-
-
-def _batches(rows: Sequence[MatrixRow]) -> str:
-    """``#3, 4 matrices``; of rows that are told as one, the calls' number and sizes."""
-    if len(rows) == 1:
-        [row] = rows
-        if row.call is None:
-            return f"up to {row.batch}" if row.batch else ""
-        return f"#{row.call}, {row.batch} matri{'x' if row.batch == 1 else 'ces'}" if row.batch else f"#{row.call}"
-    sizes = sorted({row.batch for row in rows if row.batch})
-    exact = all(row.call is not None for row in rows)
-    return f"{'' if exact else 'up to '}{spans_text(sizes)} each" if sizes else ""
 
 
 def _on_adamw(rest: Sequence[_Tensor], max_rows: int | None) -> list[str]:

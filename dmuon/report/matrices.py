@@ -1,9 +1,9 @@
-"""Matrix by matrix: who orthogonalizes it, in which batch, how, and at what predicted cost."""
+"""Matrix by matrix: where it lies, who orthogonalizes it, and at what predicted cost."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -16,19 +16,14 @@ from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import resting
 from dmuon.exchanged.user_round import UserRound
-from dmuon.kernels import step_variant
 from dmuon.layout.matrices import Parcel, numbered
-from dmuon.layout.topology import GlobalRank, Position
+from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, spec_of
 from dmuon.optimizer.groups import inside_ddp
 from dmuon.optimizer.muon import Muon
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch
-from dmuon.step.rounds import Round
-from dmuon.step.sharded import ShardedRound, variant_of
-from dmuon.step.update import Numerics, numerics_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +36,6 @@ class MatrixRow:
         shape: ``(m, n)``, as it is stored; of a parameter that a user's own functions exchange, all of it.
         lies: the block, the placements, or something else to tell where it lies.
         owner: the rank that orthogonalizes it; None without an optimizer, or by another strategy than ``"owner"``.
-        call: among the batched Newton-Schulz calls of the owner in a step, from 1; None where this rank cannot tell.
-        batch: matrices that this call takes, at most so many where ``call`` is None; 0 where nothing is known.
-        runs: how Newton-Schulz runs; empty where this rank cannot tell.
         predicted_ns: its share of what the plan predicts for its owner; None where nothing is planned.
     """
 
@@ -52,9 +44,6 @@ class MatrixRow:
     shape: tuple[int, ...]
     lies: str
     owner: GlobalRank | None
-    call: int | None
-    batch: int
-    runs: str
     predicted_ns: float | None
     strategy: str = "owner"
 
@@ -72,32 +61,19 @@ class RankSums:
     predicted_ns: float | None = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A batched Newton-Schulz call: its number on the owner, and how it runs."""
-
-    number: int
-    batch: Batch
-    round_: Round
-    owner: GlobalRank
-    runs: str
-
-
 def matrix_rows(model: nn.Module, optimizer: Muon | None, dedicated: Sequence[Dedication]) -> list[MatrixRow]:
     """What dmuon owns of ``model``, and what else is in ``optimizer``; in the order of the model.
 
-    Communicates nothing: of other ranks' calls it knows those of matrices that they share with this one. Of an
-    optimizer that is not laid out it knows no calls.
+    Communicates nothing. Of an optimizer that is not laid out it knows only what dmuon owns.
     """
     ready = optimizer is not None and optimizer._is_as_laid_out()
-    calls = list(_calls(optimizer)) if optimizer is not None and ready else []
     names = {id(resting(param)): canonical_fqn(name) for name, param in inside_ddp(model).named_parameters()}
     order = {name: i for i, name in enumerate(names.values())}
-    rows = list(chain.from_iterable(_owned(one, optimizer, calls, names) for one in dedicated))
+    rows = list(chain.from_iterable(_owned(one, names) for one in dedicated))
     known = {id(matrix.rest) for one in dedicated for matrix in one.runtime.matrices()}
     if optimizer is not None and ready:
         names = {**optimizer._names, **names}
-        rows += _others(optimizer, [call for call in calls if id(call.batch.params[0]) not in known], names)
+        rows += _others(optimizer, known, names)
         rows += _elsewhere(optimizer, names)
     return sorted(rows, key=lambda row: (order.get(row.tensor, len(order)), row.number or 0))
 
@@ -114,112 +90,65 @@ def rank_sums(rows: Sequence[MatrixRow]) -> dict[GlobalRank, RankSums]:
     return dict(sorted(sums.items()))
 
 
-def _calls(optimizer: Muon) -> Iterator[_Call]:
-    """What this rank knows of the calls of a step, its own and those of ranks that share matrices with it."""
-    numbers: Counter[GlobalRank] = Counter()
-    for round_ in optimizer._rounds:
-        group = optimizer.param_groups[round_.index]
-        for batch in round_.batches:
-            owner, runs = this_rank(), ""
-            others: Sequence[GlobalRank] = ()
-            if isinstance(round_, UserRound):
-                owner = round_.owners[batch.position]
-            else:
-                numerics = numerics_of(group, batch.dtype, batch.device)
-                if isinstance(batch, SharedBatch) and batch.parcel.has_owner:
-                    owner = batch.domain.ranks[batch.parcel.owner]
-                elif isinstance(batch, SharedBatch):
-                    others = [rank for i, rank in enumerate(batch.domain.ranks) if batch.parcel.is_for(Position(i))]
-                    owner = owner if owner in others else others[0]
-                if isinstance(round_, ShardedRound):
-                    runs = str(variant_of(numerics, batch, batch.device))
-                else:
-                    runs = _runs(numerics, batch.shape, batch.count, batch.device)
-            numbers.update({owner, *others})
-            yield _Call(numbers[owner], batch, round_, owner, runs)
-
-
-def _runs(numerics: Numerics, shape: tuple[int, int], k: int, device: torch.device) -> str:
-    return str(step_variant(shape, k, numerics.sequence, numerics.storage, device))
-
-
 # -- dedicated ------------------------------------------------------------------------------------------------------
 
 
-def _owned(
-    dedication: Dedication, optimizer: Muon | None, calls: Sequence[_Call], names: Mapping[int, str]
-) -> list[MatrixRow]:
+def _owned(dedication: Dedication, names: Mapping[int, str]) -> Iterator[MatrixRow]:
     runtime, plan = dedication.runtime, dedication.plan
     comm = runtime.comm
     planned = {m.name: m for m in plan.matrices}
     kinds = {m.name: (plan.owners[m.name], (m.rows, m.cols), m.pool) for m in plan.matrices}
     counts = Counter(kinds.values())
-    own = {(id(param), number or 0): call for call in calls for param, number in call.batch.labels}
-    groups = {} if optimizer is None else {id(p): g for g in optimizer.param_groups for p in g["params"]}
-    rows = []
     for matrix in runtime.matrices():
-        group = groups.get(id(matrix.rest))
         for part in matrix.parts:
             name = f"{matrix.fqn}[{part.number}]" if matrix.is_split else matrix.fqn
-            predicted_ns, batch = _predicted(plan, kinds[name][1], counts[kinds[name]])
-            call, runs = own.get((id(matrix.rest), part.number)), ""
-            if call is not None:
-                runs, batch = call.runs, call.batch.count
-            elif group is not None:
-                numerics = numerics_of(group, matrix.master.dtype, comm.device)
-                runs = _runs(numerics, part.shape, batch, comm.device)
             owner = comm.ranks[part.owner]
             if part.parcel is not None:
                 owner = comm.topology.rank_at(part.at.r, part.at.s, part.parcel.owner)
-            row = MatrixRow(
+            yield MatrixRow(
                 tensor=names.get(id(matrix.rest), matrix.fqn),
                 number=part.number if matrix.is_split else None,
                 shape=part.shape,
                 lies=planned[name].block,
                 owner=owner,
-                call=None if call is None else call.number,
-                batch=batch,
-                runs=runs,
-                predicted_ns=predicted_ns,
+                predicted_ns=_predicted_ns(plan, kinds[name][1], counts[kinds[name]]),
             )
-            rows.append(row)
-    return rows
 
 
-def _predicted(plan: OwnerPlan, shape: tuple[int, int], count: int) -> tuple[float | None, int]:
-    """Of one of ``count`` matrices that the planner counts together: its time, and the size of its batch."""
-    sides = min(shape), max(shape)
-    ns = None if plan.costs is None else plan.costs.cost(sides, count) / count
-    return ns, min(count, plan.chunks[sides])
+def _predicted_ns(plan: OwnerPlan, shape: tuple[int, int], count: int) -> float | None:
+    """Of one of ``count`` matrices that the planner counts together."""
+    return None if plan.costs is None else plan.costs.cost((min(shape), max(shape)), count) / count
 
 
 # -- everything else ------------------------------------------------------------------------------------------------
 
 
-def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -> list[MatrixRow]:
+def _others(optimizer: Muon, known: Set[int], names: Mapping[int, str]) -> list[MatrixRow]:
+    batches = [(round_, batch) for round_ in optimizer._rounds for batch in round_.batches]
+    batches = [(round_, batch) for round_, batch in batches if id(batch.params[0]) not in known]
     layouts = None if optimizer._exchange is None else optimizer._exchange.layouts
     plans = {} if layouts is None else layouts.plans
     counts: Counter[object] = Counter()
-    for call in calls:
-        if isinstance(call.batch, SharedBatch) and _is_planned(call.batch.parcel):
-            counts[_kind(call.batch)] += call.batch.count
+    for _, batch in batches:
+        if isinstance(batch, SharedBatch) and _is_planned(batch.parcel):
+            counts[_kind(batch)] += batch.count
     rows = []
-    for call in calls:
-        batch = call.batch
-        whole = isinstance(call.round_, UserRound)
+    for round_, batch in batches:
+        whole = isinstance(round_, UserRound)
         predicted = None
-        strategy = batch.parcel.way if isinstance(batch, SharedBatch) else "owner"
+        strategy = "owner"
+        owner: GlobalRank | None = round_.owners[batch.position] if isinstance(round_, UserRound) else this_rank()
+        if isinstance(batch, SharedBatch):
+            strategy = batch.parcel.way
+            owner = batch.domain.ranks[batch.parcel.owner] if batch.parcel.has_owner else None
         if isinstance(batch, SharedBatch) and _is_planned(batch.parcel) and batch.domain.ranks in plans:
-            predicted, _ = _predicted(plans[batch.domain.ranks], batch.shape, counts[_kind(batch)])
+            predicted = _predicted_ns(plans[batch.domain.ranks], batch.shape, counts[_kind(batch)])
         row = MatrixRow(
             tensor="",
             number=None,
             shape=tuple(batch.params[0].shape) if whole else batch.shape,
             lies=_lies(batch, whole=whole),
-            owner=call.owner if strategy in ("owner", "fused") else None,
-            call=call.number,
-            batch=0 if whole else batch.count,
-            runs=call.runs,
+            owner=owner,
             predicted_ns=predicted,
             strategy=strategy,
         )
@@ -237,27 +166,19 @@ def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]
     layouts = None if optimizer._exchange is None else optimizer._exchange.layouts
     if layouts is None:
         return
-    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     for param, placed in zip(layouts.params, layouts.placed, strict=True):
         if placed is None or is_one_matrix(param):
             continue
-        local = local_tensor(param)
-        momentum = torch.promote_types(local.dtype, torch.float32)
         for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
             owner = placed.ranks[share.spread.holders[0]]
             if len(share.spread.holders) > 1 or owner == this_rank():
                 continue
-            m, n = share.spread.layout.shape
-            numerics = numerics_of(groups[id(param)], momentum, local.device)
             row = MatrixRow(
                 tensor=names[id(param)],
                 number=None,
-                shape=(m, n),
+                shape=share.spread.layout.shape,
                 lies=f"{_placed(param)}, whole there",
                 owner=owner,
-                call=None,
-                batch=len(numbers),
-                runs=_runs(numerics, (m, n), len(numbers), local.device),
                 predicted_ns=None,
             )
             yield from (replace(row, number=number) for number in numbers)

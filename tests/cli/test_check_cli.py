@@ -56,9 +56,7 @@ def test_a_first_run_starts_its_ranks_and_is_in_its_file(tmp_path: Path) -> None
     out = tmp_path / "report.json"
     (tmp_path / "dmuon").mkdir()
     (tmp_path / "dmuon" / "__init__.py").touch()
-    done = ran(
-        *COMMAND, "--first-run", "--device", "cpu", "--topologies", "1d,tp,hsdp", "--json", str(out), cwd=tmp_path
-    )
+    done = ran(*COMMAND, "--first-run", "--device", "cpu", "--json", str(out), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = lines_of(done.stdout)
     assert lines[0][:2] == ("info", "environment") and "2 ranks" in lines[0][2]
@@ -101,7 +99,9 @@ PROGRAM = """
 import os, sys
 from dataclasses import replace
 import dmuon.tools.check as training
-from dmuon.tools.cli.check import main
+from dmuon.tools.cli import check
+
+check.TOPOLOGIES = ("1d",)
 
 def raise_on(owner, name, ranks):
     original = getattr(owner, name)
@@ -112,7 +112,7 @@ def raise_on(owner, name, ranks):
     setattr(owner, name, call)
 
 {plant}
-sys.exit(main())
+sys.exit(check.main())
 """
 
 
@@ -123,7 +123,7 @@ def test_what_is_wrong_fails_by_name_on_all_ranks(tmp_path: Path, checks: str) -
     """An error on one rank alone ends all, within the time of a collective."""
     script = tmp_path / "planted.py"
     script.write_text(PROGRAM.format(plant=PLANTS[checks]))
-    done = torchrun(2, "--topologies", "1d", "--timeout", "10", program=(str(script),))
+    done = torchrun(2, "--timeout", "10", program=(str(script),))
     assert done.returncode == 1, done.stdout + done.stderr
     lines = lines_of(done.stdout)
     assert {*checks.split(", ")} <= {name for status, name, _ in lines if status in ("fail", "skip")}, lines
@@ -139,7 +139,7 @@ def test_a_rank_that_hangs_ends_with_its_stack(tmp_path: Path) -> None:
     hang = "import time\ntraining.Training.parity = lambda self: time.sleep(1000) if os.environ['RANK'] == '1' else []"
     script.write_text(PROGRAM.format(plant=hang))
     out = tmp_path / "report.json"
-    done = torchrun(2, "--topologies", "1d", "--timeout", "5", "--json", str(out), program=(str(script),))
+    done = torchrun(2, "--timeout", "5", "--json", str(out), program=(str(script),))
     assert done.returncode == 1 and "Timeout (0:00:20)!" in done.stderr and "in check_layout" in done.stderr
     report = json.loads(out.read_text())
     assert report["exit_status"] is None and report["lines"], "what came before is in the file"
@@ -149,7 +149,7 @@ def test_one_process_checks_what_it_can_and_says_how_to_launch(
     ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    done = ended(main, "--device", "cpu", "--topologies", "1d,ddp")
+    done = ended(main, "--device", "cpu")
     lines = lines_of(done.out)
     assert done.status == 0
     assert [check for status, check, _ in lines if status == "pass"] == [*CHECKS, *CHECKS[:3], "all"]
@@ -159,17 +159,16 @@ def test_one_process_checks_what_it_can_and_says_how_to_launch(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--topologies", "1d,ring"), "--topologies: 'ring' is not one of 1d, hsdp"),
-        (("--topologies", ","), "--topologies: ',' is not one of"),
+        (("--topologies", "1d"), "--topologies: was removed; leave it out: all topologies that fit"),
         (("--timeout", "0"), "'0' is no number of seconds from 1"),
         (("--timeout", "1e308"), "'1e308' is no number of seconds from 1"),
         (("--device", "tpu"), "invalid choice: 'tpu'"),
         (("--device", "cpu", "--json", "/absent/x.json"), "no such folder"),
         (("--first-run", "--device", "cpu", "--json", "/absent/x.json"), "no such folder"),
-        (("--quick",), "--quick: was removed; all dtypes and both residencies are tried; write fewer --topologies"),
-        (("--keep", "--device", "cpu"), "--keep: was removed; all dtypes"),
-        (("--dtype", "bf16"), "--dtype: was removed; all dtypes"),
-        (("--first-run", "--budget", "60"), "--budget: was removed; all dtypes"),
+        (("--quick",), "--quick: was removed; leave it out: all topologies that fit, all dtypes"),
+        (("--keep", "--device", "cpu"), "--keep: was removed; leave it out"),
+        (("--dtype", "bf16"), "--dtype: was removed; leave it out"),
+        (("--first-run", "--budget", "60"), "--budget: was removed; leave it out"),
         (("--tokens", "9"), "--tokens: was removed; write bench/step.py"),
         (("--limit", "2"), "--limit: was removed; leave it out"),
         (("--ranks", "2"), "--ranks: was removed; write torchrun --nproc-per-node N --no-python dmuon-check --first"),

@@ -38,8 +38,8 @@ def test_answers_first_and_keeps_the_solver_for_those_who_ask(plan: Callable[...
     assert "    for block in model.model.layers:" in done.out and "lr=3e-4" in done.out
     assert "estimated for 3 of 3 shapes" in done.out and "makespan" not in done.out
     assert done.row("dedicate_params, no reshard") and done.row("AdamW")
-    took, forward_backward = map(float, done.row("dedicate_params").removeprefix("dedicate_params").split()[:2])
-    assert took >= forward_backward > 0
+    [forward_backward] = re.findall(r"forward and backward take (\S+) ms", done.out)
+    assert float(done.row("dedicate_params").split()[4]) >= float(forward_backward) > 0
     said = plan("--world", 4, "--verbose").out
     assert said.startswith(done.out.rstrip("\n"))
     assert "costs: estimated: wave model of H200\n28 matrices in 4 blocks over 4 ranks\nmakespan" in said
@@ -62,7 +62,7 @@ def test_lines_to_paste_have_the_models_own_blocks(
             "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "gated_mlp": True,
         }  # fmt: skip
         described = {"model_type": "towers", "towers": [tower]}
-    done = ended(main, written(tmp_path, described), "--world", 2, "--method", "greedy")
+    done = ended(main, written(tmp_path, described), "--world", 2)
     assert done.status == 0, done.err
     assert [line.split()[-1].rstrip(":") for line in done.out.splitlines() if "for block in" in line] == loops
 
@@ -129,26 +129,14 @@ def test_costs_of_a_cache_are_measured_and_need_a_device_for_a_prediction(
 
 def test_overrides_change_the_prediction(plan: Callable[..., Any]) -> None:
     @cache
-    def planned(*args: object) -> Any:
-        done = plan("--world", 4, "--nodes", 2, "--method", "greedy", "--verbose", *args)
-        assert done.status == 0
-        return done
-
-    def row(name: str, *args: object) -> str:
-        return planned(*args).row(name)
-
     def step(*args: object) -> float:
-        return float(row("dedicate_params", *args).split()[1])
+        done = plan("--world", 4, "--nodes", 2, *args)
+        assert done.status == 0
+        return float(done.row("dedicate_params").split()[4])
 
-    def share(*args: object) -> float:
-        return float(row("the largest owner keeps", *args).split(", ")[1].split("%")[0])
-
-    assert share("--set", "device_memory=1e8") > share() == 0.0
     for slower in ("device_peak_flops=1e14", "inter_bandwidth=1e9", "inter_latency_s=1e-3", "device_launch_s=1e-3"):
         assert step("--set", slower) > step(), slower
-    assert step() > step("--efficiency", "1.0")
     assert step("--set", "inter_bandwidth=1e12", "--set", "gpus_per_node=8") < step()
-    assert step("--recompute") > step()
     assert step("--tokens", 32768) > step()
 
 
@@ -165,7 +153,7 @@ def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
     [
         (["--world", "0"], "--world: '0' is no positive integer"),
         ([], "--world"),
-        (["--world", "2", "--time-limit", "0"], "--time-limit: '0' is no number of seconds above 0"),
+        (["--world", "2", "--time-limit", "0"], "--time-limit: was removed; leave it out; plans for a run take it"),
         (["--world", "6", "--nodes", "4"], "--nodes 4 does not divide --world 6"),
         (["--world", "8", "--replicate", "3"], "replicate=3 × tp=1 does not divide world=8"),
         (["--world", "8", "--tp", "3"], "tp=3 does not divide world=8"),
@@ -173,12 +161,15 @@ def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
         (["--world", "2", "--compare", "lpt"], "--compare: was removed; write --verbose, which says what is proven"),
         (["--world", "2", "--owners"], "--owners: was removed; write --json PATH, where each matrix has its owner"),
         (["--world", "2", "--speed", "1=0.5"], "--speed: was removed; a step of alike ranks is predicted"),
-        (["--world", "2", "--memory-gib", "1"], "--memory-gib: was removed; write --byte-slack 10"),
-        (["--world", "2", "--gap", "100"], "--gap: '100' is no percentage"),
+        (["--world", "2", "--memory-gib", "1"], "--memory-gib: was removed; give dedicate_params solve="),
+        (["--world", "2", "--gap", "100"], "--gap: was removed; leave it out"),
+        (["--world", "2", "--byte-slack", "5"], "--byte-slack: was removed; leave it out"),
+        (["--world", "2", "--recompute"], "--recompute: was removed; leave it out; it makes all steps longer alike"),
+        (["--world", "2", "--efficiency", "0.8"], "--efficiency: was removed; write bench/simulate.py --table"),
         (["--world", "2", "--set", "nvlink=3"], "nvlink"),
         (["--world", "2", "--device", "h300"], "--device"),
         (["--world", "2", "--tokens", "1000", "--sequence", "4096"], "sequence"),
-        (["--world", "2", "--method", "exact"], "--method"),
+        (["--world", "2", "--method", "milp"], "--method: was removed; leave it out"),
         (["--world", "2", "--spread-cap", "1.5"], "--spread-cap: was removed; every block is spread"),
         (["--world", "2", "--pp", "2"], "--pp: was removed; plan one stage: a config.json of its layers"),
         (["--world", "2", "--micro-batches", "2"], "--micro-batches: was removed; plan one stage"),

@@ -49,7 +49,7 @@ FIGURES = (
 @pytest.fixture
 def plan(tmp_path: Path, ended: Callable[..., Any]) -> Callable[..., Any]:
     """``plan(config, *arguments)``."""
-    return lambda config, *arguments: ended(main, written(tmp_path, config), "--method", "greedy", *arguments)
+    return lambda config, *arguments: ended(main, written(tmp_path, config), *arguments)
 
 
 def setting(*figures: str) -> list[str]:
@@ -59,8 +59,9 @@ def setting(*figures: str) -> list[str]:
 def times(done: Any, program: str) -> tuple[float, float, float, float]:
     """Milliseconds of the step, of forward and backward, of Newton–Schulz, and what is exposed of the rest."""
     assert done.status == 0, done.err
-    step, computes, ns, exposed = map(float, done.row(program).removeprefix(program).split()[:4])
-    return step, computes, ns, exposed
+    [computes] = re.findall(r"forward and backward take (\S+) ms", done.out)
+    step, ns, exposed = map(float, done.row(program).removeprefix(program).split()[3:6])
+    return step, float(computes), ns, exposed
 
 
 # -- what is computed -----------------------------------------------------------------------------------------------
@@ -78,11 +79,9 @@ PAIRS = 2 * (3 * 3) * 4 * 8 / 2  # two sequences of three; scores and values, fo
     ],
 )
 def test_forward_and_backward_by_hand(plan: Callable[..., Any], config: dict[str, Any], forward: float) -> None:
-    """Of six tokens at a megaflop a second; the head is never computed again."""
-    given = ["--world", 2, "--tokens", 6, "--sequence", 3, "--efficiency", 1, *setting("device_peak_flops=1e6")]
+    """Of six tokens at a megaflop a second, half of the peak."""
+    given = ["--world", 2, "--tokens", 6, "--sequence", 3, *setting("device_peak_flops=2e6")]
     assert times(plan(config, *given), ADAMW)[1] == pytest.approx(3 * forward / 1e3, abs=0.006)
-    again = 4 * forward - 12 * 10 * 8
-    assert times(plan(config, *given, "--recompute"), ADAMW)[1] == pytest.approx(again / 1e3, abs=0.006)
 
 
 def test_a_step_without_links_memory_or_launches_is_its_computation(plan: Callable[..., Any]) -> None:
@@ -124,7 +123,6 @@ def test_an_impossible_figure_is_refused_by_its_name(plan: Callable[..., Any], f
         (SMALL_LLAMA, setting("device_matmul_efficiency=1.01"), "must be at most 1"),
         (SMALL_LLAMA, setting("device_sustained=1.01"), "must be at most 1"),
         (SMALL_LLAMA, setting("bandwidth=1e9"), "bandwidth is no figure"),
-        (SMALL_LLAMA, ["--efficiency", 1.5], "efficiency=1.5 must be"),
         (SMALL_LLAMA, ["--tokens", 7, "--sequence", 3], "tokens=7 must be a multiple of sequence=3"),
         *((SMALL_LLAMA | {"vocab_size": bad}, [], "field 'vocab_size' is") for bad in (0, "many")),
         (SMALL_LLAMA | {"tie_word_embeddings": 1}, [], "field 'tie_word_embeddings' is"),
@@ -144,7 +142,8 @@ def test_what_nothing_can_be_predicted_from_is_named(
 @pytest.mark.pitfall("P82")
 def test_the_report_says_what_a_reader_needs(plan: Callable[..., Any]) -> None:
     text = plan(LLAMA_8B, "--world", 16, "--replicate", 2, "--tp", 2).out
-    assert "16 × H200, 2 nodes (replicate 2 × shard 4 × tp 2), predicted:\n16,384 tokens per rank" in text
+    assert "predicted: one step on 16 × H200, 2 nodes, tp 2\n16,384 tokens per rank" in text
+    assert "AdamW                            2 × 4" in text
     assert "at 50% of the peak" in text and "estimated for 3 of 3 shapes" in text
     error = json.loads(FIT.read_text())["error"]
     assert f"± {error:.1%} is how far predictions were off" in text and error <= 0.04
@@ -171,28 +170,29 @@ def recommended(plan: Callable[..., Any]) -> Callable[..., tuple[list[list[str]]
         assert done.status == 0, done.err
         said, _, rest = done.out.partition("\n\n")
         code = textwrap.dedent(rest.partition("\n\n")[0])
-        rows = [line.split() for line in done.out.splitlines() if line.split()[1:2] == ["×"]]
-        return [row for row in rows if row[0] != "64"], said, code
+        rows = re.findall(r"^((?:dedicate_params|dmuon.Muon alone).*?) +(\d+) × (\d+) +(.*)$", done.out, re.M)
+        return [[*row[:3], *row[3].split()] for row in rows], said, code
 
     return recommend
 
 
 def test_every_mesh_of_whole_nodes_in_both_residencies(recommended: Callable[..., Any]) -> None:
     rows, said, _ = recommended("--world", 64)
-    found = {(int(row[0]), "reshard" in row, "alone" in " ".join(row)) for row in rows}
+    found = {(int(row[1]), "reshard" in row[0], "alone" in row[0]) for row in rows}
     assert found == {(r, kept, alone) for r in (1, 2, 4, 8) for kept in (False, True) for alone in (False, True)}
     [taken] = [row for row in rows if row[-1] == "<"]
-    steps = [float(row[row.index("±") - 2]) for row in rows]
+    steps = [float(row[3]) for row in rows]
     assert steps[rows.index(taken)] == min(steps)
     take, holds, step, *_ = said.splitlines()
-    assert take.startswith("take:  ") and f"on a mesh of {taken[0]} × {taken[2]} ranks" in take
+    assert take.startswith("take:  ") and f"on a mesh of {taken[1]} × {taken[2]} ranks" in take
     assert holds.startswith(f"holds: {taken[-2]} GiB a rank, against ") and "of AdamW" in holds
-    assert re.fullmatch(rf"step:  {steps[rows.index(taken)]} ms, [+-]\S+% ± 3.\d%( \(equal\))? over AdamW's \S+", step)
+    said_ms = re.fullmatch(r"step:  (\S+) ms, [+-]\S+% ± 3\.\d%(?: \(equal\))? over AdamW's \S+", step)
+    assert said_ms and float(said_ms[1]) == pytest.approx(steps[rows.index(taken)], abs=0.06)
 
 
 def test_what_does_not_fit_is_not_recommended(recommended: Callable[..., Any]) -> None:
     rows, _, _ = recommended("--world", 64, *setting("device_memory=3e9"))
-    fitting = [row for row in rows if row[-1] != "fit"]
+    fitting = [row for row in rows if row[-1] != "!"]
     assert 0 < len(fitting) < len(rows) and next(row for row in rows if row[-1] == "<") in fitting
     assert "none of them fits" in recommended("--world", 64, *setting("device_memory=1e3"))[1]
 
@@ -227,9 +227,9 @@ def test_the_line_runs_and_its_mesh_has_all_ranks(recommended: Callable[..., Any
     )
     exec(code, {"init_device_mesh": Mesh, "dmuon": dmuon, "model": model, "fully_shard": shard})
     sizes, names, data = meshes[0].seen
-    replicate, shards = int(taken[0]), int(taken[2])
+    replicate, shards = int(taken[1]), int(taken[2])
     expected = [size for size in (replicate, shards) if size > 1] + [tp] * (tp > 1)
     assert list(sizes) == expected and (tp == 1 or data == names[:-1])  # type: ignore[call-overload, index]
-    assert ("reshard_after_forward=False" in code) == ("reshard" in taken)
-    assert sharded == ["first", "second", model] and ("dedicate_params" in code) == ("alone" not in " ".join(taken))
+    assert ("reshard_after_forward=False" in code) == ("reshard" in taken[0])
+    assert sharded == ["first", "second", model] and ("dedicate_params" in code) == ("alone" not in taken[0])
     ast.parse(code)

@@ -128,11 +128,10 @@ def test_so_many_blocks_are_filled_ahead_of_the_one_that_computes(seen: Any, pre
         assert rank.ahead == [min(prefetch, LAYERS - 1 - i) for i in range(LAYERS)]
 
 
-@pytest.mark.parametrize("outstanding", [1, 2, 3])
-def test_so_many_reductions_are_under_way_at_once_and_no_more(seen: Any, outstanding: int) -> None:
-    for rank in seen(outstanding_reductions=outstanding):
+def test_two_reductions_are_under_way_at_once_and_no_more(seen: Any) -> None:
+    for rank in seen():
         assert len(rank.reduced) == LAYERS
-        assert rank.reductions == outstanding
+        assert rank.reductions == 2
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ def check(case: Case, found: list[Trained]) -> None:
 
 COMM: list[Options] = [
     {},
-    {"transport": "broadcast", "prefetch": 2, "outstanding_reductions": 4},
-    {"transport": "single", "prefetch": 0, "outstanding_reductions": 1},
+    {"transport": "broadcast", "prefetch": 2},
+    {"transport": "single", "prefetch": 0},
     {"merge_bytes": MERGED},
     {"asynchronous": False},
     {"transport": "single", "merge_bytes": MERGED, "prefetch": 2, "asynchronous": False},

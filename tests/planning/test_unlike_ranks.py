@@ -126,6 +126,8 @@ def test_speeds_that_ranks_do_not_agree_on_or_cannot_use_are_refused_on_all(rank
     assert raised.matches(ValueError, r"rank 1 was given ranks=\[1.0, 0.5\], and rank 0 ranks=None"), raised
 
 
-def test_the_plan_of_a_step_says_what_to_write_instead() -> None:
+def test_names_that_are_gone_say_what_to_write_instead() -> None:
     with pytest.raises(AttributeError, match=r"rebalanced_plan was removed: give dedicate_params ranks=\[speed, …\]"):
         getattr(dmuon, "rebalanced_plan")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"clip_grad_value_ was removed: torch\.nn\.utils\.clip_grad_value_"):
+        getattr(dmuon, "clip_grad_value_")  # noqa: B009

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from dmuon.kernels import choose_variant, coefficient_sequence, rule_on
 from dmuon.kernels import variant as variant_module
 from dmuon.kernels.variant import relative_cost
-from dmuon.planning.device_key import NsOptions
 from dmuon.tools.simulation.hardware import HARDWARE, wave_costs
 
 DEVICES = {name: machine.device for name, machine in HARDWARE.items()}
@@ -23,28 +22,21 @@ shapes = st.tuples(st.integers(1, 5000), st.integers(1, 5000)).map(lambda sides:
 devices = st.sampled_from(sorted(DEVICES)).map(DEVICES.__getitem__)
 
 
-def flops(shape, steps=5) -> int:
+def flops(shape) -> int:
     """Of one matrix, whole products: as cuBLAS alone would run it."""
-    sequence = coefficient_sequence("polar_express", steps)
+    sequence = coefficient_sequence("polar_express", 5)
     variant = choose_variant(shape, 1, sequence, torch.float16, torch.device("cuda"), backend="torch")
-    return 2 * int(relative_cost(shape, steps, variant.restarts if variant.method == "gram" else None))
+    return 2 * int(relative_cost(shape, 5, variant.restarts if variant.method == "gram" else None))
 
 
 @pytest.mark.pitfall("P82")
 @pytest.mark.parametrize("shape", [SQUARE, WIDE, (128, 2048)])
-@pytest.mark.parametrize("steps", [3, 5, 7])
-def test_one_tile_after_the_other_takes_as_long_as_the_operations_that_the_kernels_count(shape, steps):
+def test_one_tile_after_the_other_takes_as_long_as_the_operations_that_the_kernels_count(shape):
     """On a device of one processor whose memory and launches take no time; tiles of halves run at 0.75 of the rate."""
     one = replace(H200, sms=1, launch_s=1e-30, memory_bandwidth=1e30)
-    table = wave_costs(one, {shape: 1}, options=NsOptions(steps=steps))
-    seconds = flops(shape, steps) / (one.peak_flops * one.matmul_efficiency * one.sustained)
+    table = wave_costs(one, {shape: 1})
+    seconds = flops(shape) / (one.peak_flops * one.matmul_efficiency * one.sustained)
     assert 0.5 / 0.75 <= table.costs[shape][1] / (1e9 * seconds) <= 1 / 0.75
-
-
-@pytest.mark.parametrize("shape", [(2048, 2048), WIDE])
-def test_blocks_of_squares_cost_less_than_the_steps_that_they_stand_for(shape):
-    blocks, steps = (wave_costs(H200, {shape: 1}, options=NsOptions(name)) for name in ("squares", "polar_express"))
-    assert blocks.costs[shape][1] < steps.costs[shape][1]
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))
@@ -90,16 +82,3 @@ def test_a_table_has_the_batch_sizes_that_would_be_timed_and_says_that_it_is_est
     for batches in table.costs.values():
         assert list(batches.values()) == sorted(batches.values())
     assert wave_costs(H200, {}).costs == {}
-
-
-@pytest.mark.parametrize(
-    ("limits", "options", "message"),
-    [
-        *(({(64, 64): limit}, NsOptions(), r"limits: shape \(64, 64\)") for limit in (0, -1, 1.5, True, None)),
-        *(({shape: 1}, NsOptions(), "shape") for shape in ((64, 32), (0, 64), (64,), (1.0, 2.0))),
-        ({(64, 64): 1}, NsOptions(dtype=torch.float32), r"options\.dtype=torch\.float32"),
-    ],
-)
-def test_what_cannot_be_modelled_is_refused_by_name(limits, options, message):
-    with pytest.raises(ValueError, match=message):
-        wave_costs(H200, limits, options=options)

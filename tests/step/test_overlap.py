@@ -37,7 +37,7 @@ def clip(laid: Laid, optimizer: dmuon.Muon) -> None:
 
 
 def clip_by_value(laid: Laid, optimizer: dmuon.Muon) -> None:
-    dmuon.clip_grad_value_(laid.model.parameters(), 1e-4)
+    torch.nn.utils.clip_grad_value_(laid.model.parameters(), 1e-4)
 
 
 def clip_under_a_mode(laid: Laid, optimizer: dmuon.Muon) -> None:

@@ -285,10 +285,6 @@ def _clip(trained: Trained) -> None:
     dmuon.clip_grad_norm_(trained.model.parameters(), 1e-3)
 
 
-def _clip_values(trained: Trained) -> None:
-    dmuon.clip_grad_value_(trained.model.parameters(), 1e-3)
-
-
 def _edit_gradients(trained: Trained) -> None:
     for param in trained.model.parameters():
         if param.grad is not None:
@@ -365,7 +361,6 @@ ACTIONS: dict[str, Callable[[Trained], None]] = {
     "zero": _zero,
     "zero-model": _zero_model,
     "clip": _clip,
-    "clip-values": _clip_values,
     "edit-gradients": _edit_gradients,
     "rebuild": _rebuild,
     "evaluate": _evaluate,
@@ -467,20 +462,19 @@ PROGRAMS: dict[str, Program] = {
     "hsdp sharded": Program("fsdp2-hsdp", f"{T} {T}", ns_dtype=torch.float16, strategy="sharded"),
     "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),
     "kept lines": Program("1d-two-lines", f"{T} accumulate {T}", keep=True, overlap=True),
-    "far ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 2, "outstanding_reductions": 3}),
-    "not ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 0, "outstanding_reductions": 1}),
+    "far ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 2}),
+    "not ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 0}),
     "merged": Program("1d-two-lines", f"{T} {T}", comm={"merge_bytes": 10**6}),
     "half": Program("1d-two-lines", f"{T} {T}", half=True),
     "uneven kept": Program("hsdp-two-lines", f"{T} {T}", keep=True, nccl=True),
     "accumulated": Program("1d-two-lines", f"accumulate accumulate {T} accumulate {T}"),
     "rows": Program("hsdp-two-lines", f"{T} accumulate-in-rows accumulate-in-rows {T} {T}"),
     "hsdp": Program("hsdp", f"{T} {T} backward clip step"),
-    "hsdp overlap": Program("hsdp-two-lines", f"{T} {T}", overlap=True, comm={"outstanding_reductions": 1}),
+    "hsdp overlap": Program("hsdp-two-lines", f"{T} {T}", overlap=True),
     "ddp": Program("ddp-2", f"{T} {T} step {T}", keep=True),
     "cp": Program("cp", f"{T} {T}"),
     "tensor fsdp": Program("tp-fsdp", f"{T} {T}"),
     "clipped overlap": Program("1d-two-lines", f"{T} backward clip step zero {T}", overlap=True),
-    "clipped values overlap": Program("1d-two-lines", f"{T} backward clip-values step zero {T}", overlap=True),
     "edited gradients": Program("1d-two-lines", f"{T} backward edit-gradients step zero {T}", overlap=True),
     "loaded early": Program("1d-two-lines", f"{T} save backward load step zero {T}", overlap=True),
     "rebuilt": Program("1d-two-lines", f"{T} backward rebuild step zero {T}", overlap=True),

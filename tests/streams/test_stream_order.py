@@ -77,7 +77,6 @@ EARLY = "by design: an early update may read what changes meanwhile; then it is 
 GONE = "by design: nobody takes the early updates of an optimizer that is gone, whatever they read"
 ALLOWED: dict[str, dict[Pair, str]] = {
     "clipped overlap": {("memory", "_stacked", "clip_grad_norm_"): EARLY},
-    "clipped values overlap": {("memory", "_stacked", "clip_grad_value_"): EARLY},
     "dropped graphs": {("memory", "_stacked", "clip_grad_norm_"): EARLY},
     "edited gradients": {("memory", "_stacked", "_run_alone"): EARLY},
     "loaded early": {("memory", "EarlyUpdates._start", "_store"): EARLY},

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -95,21 +95,7 @@ def removed(instead: str) -> Callable[[str], NoReturn]:
     return refuse
 
 
-positive = number("positive number", lambda value: value > 0)
 seconds = number("number of seconds above 0 and at most 1e6", lambda value: 0 < value <= 1e6)  # as clocks can count
-
-
-def subset(names: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Some of ``names`` between commas, as the ``type`` of an argument: at least one, and each once."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-        unknown = [part for part in parts if part not in names]
-        if unknown or not parts:
-            raise argparse.ArgumentTypeError(f"{unknown[0] if unknown else text!r} is not one of {', '.join(names)}")
-        return parts
-
-    return parse
 
 
 def require_target(flag: str, path: Path) -> None:

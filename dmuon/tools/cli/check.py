@@ -52,11 +52,11 @@ from dmuon.tools.check import (
     newton_schulz,
     train_alone,
 )
-from dmuon.tools.cli import FAILED, BadArgument, Parser, number, removed, require_target, subset
+from dmuon.tools.cli import FAILED, BadArgument, Parser, number, removed, require_target
 
-_ALWAYS = "all dtypes and both residencies are tried; write fewer --topologies"
+_ALWAYS = "leave it out: all topologies that fit, all dtypes and both residencies are tried"
 _REMOVED = {
-    **dict.fromkeys(("--quick", "--reshard", "--keep", "--dtype", "--budget"), _ALWAYS),
+    **dict.fromkeys(("--topologies", "--quick", "--reshard", "--keep", "--dtype", "--budget"), _ALWAYS),
     **dict.fromkeys(("--width", "--layers", "--tokens"), "write bench/step.py, which times a step"),
     "--limit": "leave it out: a difference beyond its limit is an error",
     "--ranks": "write torchrun --nproc-per-node N --no-python dmuon-check --first-run",
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not board.failed:  # ranks that are not alike would differ, or hang
             if arguments.first_run:
                 check_kernels(board, device)
-            for layout, reference in _layouts(board, device, hosts, arguments.topologies):
+            for layout, reference in _layouts(board, device, hosts):
                 with ranks.process_group():
                     board.judge("training", str(layout), partial(check_layout, layout, reference))
     except Stopped as stop:
@@ -128,12 +128,10 @@ def launch(gpus: int, arguments: Sequence[str]) -> list[str]:
     return [*torchrun, "--no-python", sys.executable, "-c", _RANK, *arguments]
 
 
-def _layouts(
-    board: Board, device: torch.device, hosts: int, topologies: Sequence[str]
-) -> Iterator[tuple[Layout, Reference]]:
+def _layouts(board: Board, device: torch.device, hosts: int) -> Iterator[tuple[Layout, Reference]]:
     """What is tried, and what one process makes of it."""
     references: dict[torch.dtype, Reference] = {}
-    for name in topologies:
+    for name in TOPOLOGIES:
         layout = layout_of(name, board.ranks.world, hosts)
         if isinstance(layout, str):
             board.add(Line("parity", layout, status="skip", where=name))
@@ -155,8 +153,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("dmuon-check", __doc__ or "", argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first-run", action="store_true", help="on new GPUs: all there is to check, into one file")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (NCCL) if there is any, else cpu")
-    fitting = f"default: {','.join(TOPOLOGIES)}, as far as they fit the number of ranks"
-    parser.add_argument("--topologies", type=subset(TOPOLOGIES), default=TOPOLOGIES, help=fitting)
     parser.add_argument("--json", metavar="FILE", help="write all lines there (--first-run: dmuon-first-run.json)")
     limit = number("number of seconds from 1 to 1e6", lambda value: 1 <= value <= 1e6)
     parser.add_argument("--timeout", type=limit, default=60.0, help="seconds for a collective (default: 60)")

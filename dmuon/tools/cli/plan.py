@@ -10,29 +10,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
-from dmuon.solver import CostTable, Matrix, Method, Plan, Rank, Shape, SolveOptions, plan
-from dmuon.tools.cli import (
-    BadArgument,
-    Parser,
-    count,
-    fitted,
-    number,
-    positive,
-    removed,
-    require_target,
-    seconds,
-)
-from dmuon.tools.simulation.hardware import HARDWARE, Device, Hardware, Topology, describe, hardware, wave_costs
-from dmuon.tools.simulation.prediction import meshes, recommend, report
-from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
+from dmuon.solver import CostTable, Matrix, Rank, Shape, plan
+from dmuon.tools.cli import BadArgument, Parser, count, fitted, removed, require_target
+from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, describe, hardware, wave_costs
+from dmuon.tools.simulation.prediction import meshes, recommend
+from dmuon.tools.simulation.step import Scenario, Workload
 
-_percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"
+_SOLVER = "leave it out; plans for a run take it in dedicate_params(solve=dmuon.solver.SolveOptions(…))"
 _STAGE = "plan one stage: a config.json of its layers, and --world of its ranks"
 _REMOVED = {  # and what to write instead
     "--backend": "the CBC that PuLP brings is the only solver, so leave it out",
@@ -41,7 +30,10 @@ _REMOVED = {  # and what to write instead
     "--pp": _STAGE,
     "--micro-batches": _STAGE,
     "--speed": "a step of alike ranks is predicted; give dedicate_params ranks=[1.0, 0.8, …] for others",
-    "--memory-gib": "write --byte-slack 10 --gap 10, which gives a tenth of the makespan for even bytes",
+    "--memory-gib": "give dedicate_params solve=SolveOptions(byte_slack=0.1, gap_target=0.1), which evens bytes",
+    **dict.fromkeys(("--method", "--gap", "--time-limit", "--byte-slack"), _SOLVER),
+    "--recompute": "leave it out; it makes all steps longer alike, by a third of what forward and backward take",
+    "--efficiency": "write bench/simulate.py --table MODEL.json --efficiency X, which has it",
     "--target": "try other --tokens, --replicate or --set, or --recommend",
     "--compare": "write --verbose, which says what is proven; bench/planner_gaps.py compares plans with others",
     "--owners": "write --json PATH, where each matrix has its owner",
@@ -63,37 +55,27 @@ def _run(arguments: argparse.Namespace) -> int:
     machine = hardware(arguments.device or _DEFAULT_DEVICE, **_overrides(arguments.set))
     topology = _topology(arguments, machine)
     matrices = [replace(m, nbytes=2 * m.rows * m.cols) for m in read_model(arguments.model)]  # bf16 travels
-    workload = Workload.from_config(
-        arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
-    )
+    workload = Workload.from_config(arguments.model, tokens=arguments.tokens, sequence=arguments.sequence)
     costs = _costs(arguments.costs, machine, matrices)
     exchanged_costs = costs.table
     if topology.tp > 1:
         table = costs.table.with_transfer({shape: _gather_ns(shape, machine, topology) for shape in costs.table.costs})
         source = f"{costs.source}, gather and scatter over {topology.tp} tensor-parallel ranks added"
         costs = FoundCosts(table, source)
-    options = SolveOptions(
-        method=arguments.method,
-        gap_target=arguments.gap / 100,
-        time_limit_s=arguments.time_limit,
-        byte_slack=arguments.byte_slack / 100,
-    )
     ranks = [Rank(i, node=i // topology.gpus_per_node) for i in range(topology.world)]
     started = time.perf_counter()
-    result = plan(matrices, ranks, costs.table, options)
+    result = plan(matrices, ranks, costs.table)
     seconds = time.perf_counter() - started
     predicts = arguments.costs == "wave" or arguments.device is not None
     lines: list[str] = []
     if predicts:
-        scenario = Scenario(workload, result, exchanged_costs, machine, topology, efficiency=arguments.efficiency)
+        scenario = Scenario(workload, result, exchanged_costs, machine, topology)
         found = recommend(scenario, [*meshes(topology)] if arguments.recommend else [topology])
-        lines += [*found.answer(), "", report(scenario)]
-        if arguments.recommend:
-            lines += ["", *found.table()]
+        lines += [*found.answer(), "", found.table]
     else:
         lines += [_UNPREDICTED]
     if arguments.verbose or not predicts:
-        lines += ["", f"costs: {costs.source}", result.report(), _memory(result, machine.device)]
+        lines += ["", f"costs: {costs.source}", result.report()]
         lines += [f"planned in {seconds:.2f} s"]
     # Before anything is written: a full disk must not cost the report.
     print(fitted("\n".join(lines).strip("\n")), flush=True)
@@ -123,32 +105,13 @@ def _parser() -> Parser:
         metavar="NAME=X",
         help="override a figure of the preset: inter_bandwidth=25e9",
     )
-    solve = parser.add_argument_group("solver")
-    solve.add_argument("--method", choices=get_args(Method), default="auto", help="how to solve (default: auto)")
-    solve.add_argument("--gap", type=_percent, default=1.0, metavar="PERCENT", help="gap to prove (default: 1)")
-    solve.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="for exact methods (default: 10)")
-    solve.add_argument(
-        "--byte-slack",
-        type=_percent,
-        default=1.0,
-        metavar="PERCENT",
-        help="makespan to give for even bytes (default: 1)",
-    )
     step = parser.add_argument_group("predicted step")
     step.add_argument("--tokens", type=count, default=16384, metavar="N", help="per rank and step (default: 16384)")
     step.add_argument("--sequence", type=count, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
-    step.add_argument("--recompute", action="store_true", help="full activation checkpointing")
-    step.add_argument(
-        "--efficiency",
-        type=positive,
-        default=EFFICIENCY,
-        metavar="X",
-        help=f"of forward and backward, part of the peak (default: {EFFICIENCY})",
-    )
     out = parser.add_argument_group("output")
     out.add_argument("--recommend", action="store_true", help="also try other meshes, and compare all")
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")
-    out.add_argument("--verbose", action="store_true", help="the solver's report too: loads, proof, batches, memory")
+    out.add_argument("--verbose", action="store_true", help="the solver's report too: loads and proof")
     for flag, instead in _REMOVED.items():
         parser.add_argument(flag, nargs="?", const="", type=removed(instead), help=argparse.SUPPRESS)
     return parser
@@ -190,18 +153,6 @@ def _gather_ns(shape: Shape, machine: Hardware, topology: Topology) -> int:
     link = machine.intra if topology.tp <= topology.gpus_per_node else machine.inter
     nbytes = 4 * shape[0] * shape[1] * (topology.tp - 1) / topology.tp
     return math.ceil(2e9 * ((topology.tp - 1) * link.latency_s + nbytes / link.bandwidth))
-
-
-def _memory(result: Plan, device: Device) -> str:
-    """What the largest owner keeps, against the device."""
-    nbytes = [0] * result.world
-    for m in result.matrices:
-        nbytes[result.owners[m.name]] += m.state_bytes
-    most = max(nbytes)
-    return (
-        f"the largest owner keeps {most / 2**30:.2f} GiB of fp32 masters and momentum, "
-        f"{most / device.memory:.1%} of an {device.name}"
-    )
 
 
 if __name__ == "__main__":

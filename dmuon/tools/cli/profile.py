@@ -14,7 +14,7 @@ from dmuon.kernels import PRESETS
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache, Entries, parse_shape, user_cache_path
 from dmuon.planning.device_key import NsOptions, device_key
-from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, settled, useful_batch_sizes
+from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, useful_batch_sizes
 from dmuon.solver import Shape
 from dmuon.tools.cli import BadArgument, Parser, count, removed, require_target, seconds
 
@@ -40,7 +40,8 @@ def _parser() -> Parser:
         "model", nargs="?", metavar="MODEL", help="a model's config.json, or the folder of it: times all its matrices"
     )
     parser.add_argument("--shapes", default="", help="shapes to time, such as 1024x4096,4096x4096")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    device = "default: cuda where there is one; CUDA_VISIBLE_DEVICES says which of several"
+    parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
     parser.add_argument("--dtype", choices=sorted(_DTYPES), help="storage dtype (default: fp32 on cpu, else fp16)")
     parser.add_argument(
         "--coefficients", choices=PRESETS, default="polar_express", help="Newton–Schulz preset (default: polar_express)"
@@ -86,14 +87,6 @@ def _measure(arguments: argparse.Namespace) -> int:
     left_out = [f"{m}x{n}" for m, n in sorted(work) if 1 not in entries.get((m, n), {})]
     if left_out:
         print(f"not timed within --budget {budget_s:g}, planned by estimate: {', '.join(left_out)}")
-    larger = sum(k not in entries[shape] for shape, sizes in work.items() if shape in entries for k in sizes)
-    if larger:
-        print(f"not timed within --budget {budget_s:g} or the device's memory: {larger} larger batches")
-    unsettled = sum(not settled(t) for timings in entries.values() for t in timings.values())
-    if unsettled:
-        print(
-            f"{unsettled} of {sum(map(len, entries.values()))} timings spread by 3% or more; on an idle device fewer do"
-        )
     print(f"wrote {path}")
     return 0
 
@@ -129,20 +122,10 @@ def _counts(model: str | None, shapes: str, limit: int) -> Counter[Shape]:
     return counts
 
 
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BadArgument(f"--device: {name!r} is no device; use cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BadArgument(f"--device: {name!r} is not supported; use cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadArgument(
-            f"--device: {name!r} is not there, {torch.cuda.device_count()} CUDA devices are; use --device cpu"
-        )
-    return device
+def _device(kind: str | None) -> torch.device:
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise BadArgument("--device cuda: no CUDA device is here; use --device cpu")
+    return torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 if __name__ == "__main__":

@@ -24,18 +24,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dmuon.kernels import (
-    HALF,
     Arithmetic,
-    Polynomial,
     Square,
     coefficient_sequence,
     iterate,
     make_iteration,
     rule_on,
 )
-from dmuon.planning.device_key import NsOptions
 from dmuon.planning.profiler import useful_batch_sizes
-from dmuon.platform.options import is_integer, is_number
+from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Shape
 
 
@@ -99,30 +96,27 @@ def hardware(name: str, /, **overrides: float) -> Hardware:
             or ``gpus_per_node``, in the units of the field.
 
     Raises:
-        ValueError: the preset or a figure's name is unknown, or a value is not finite and positive (a count:
-            not a positive whole number; a part of a rate: above 1).
+        ValueError: a figure's name is unknown, or a value is not finite and positive (a count: not a positive whole
+            number; a part of a rate: above 1).
     """
-    if name not in HARDWARE:
-        raise ValueError(f"hardware {name!r} is unknown; use one of {', '.join(HARDWARE)}")
     found = HARDWARE[name]
     parts = {"device": Device, "intra": Link, "inter": Link}
     known = [f"{part}_{one.name}" for part, kind in parts.items() for one in fields(kind) if one.name != "name"]
     for flat, value in overrides.items():
         if flat not in (*known, "gpus_per_node"):
             raise ValueError(f"{flat} is no figure of the hardware; use one of {', '.join((*known, 'gpus_per_node'))}")
-        if not is_number(value) or not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{flat}={value!r} must be finite and positive; give it in bytes, FLOP and seconds")
+        counts = flat in ("device_sms", "device_memory", "gpus_per_node")
+        if not (math.isfinite(value) and value > 0 and (float(value).is_integer() or not counts)):
+            kind = "a positive whole number" if counts else "finite and positive, in bytes, FLOP and seconds"
+            raise ValueError(f"{flat}={value!r} must be {kind}")
         if flat.endswith(("efficiency", "sustained")) and value > 1:
             raise ValueError(f"{flat}={value!r} must be at most 1; give the part of the peak that is reached")
-        if flat in ("device_sms", "device_memory", "gpus_per_node"):
-            if not float(value).is_integer():
-                raise ValueError(f"{flat}={value!r} must be a positive whole number; give one")
-            value = int(value)
         part, _, figure = flat.partition("_")
         if flat == "gpus_per_node":
             found = replace(found, gpus_per_node=int(value))
         else:
-            found = replace(found, **{part: replace(getattr(found, part), **{figure: value})})
+            number = int(value) if counts else value
+            found = replace(found, **{part: replace(getattr(found, part), **{figure: number})})
     return found
 
 
@@ -183,6 +177,7 @@ UPDATE_BYTES = sum(_PASSES)  # of an element, that pass through memory beside pr
 
 # Sides of the matrix that the products are noted on; each stands for a side of the matrix that is priced.
 _SMALL, _LARGE = 2, 3
+_NEWTON_SCHULZ, _DTYPE = coefficient_sequence("polar_express", 5), torch.float16  # the defaults on GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +234,7 @@ class _Recorder(Arithmetic):
         return x
 
 
-def wave_costs(device: Device, limits: Mapping[Shape, int], *, options: NsOptions | None = None) -> CostTable:
+def wave_costs(device: Device, limits: Mapping[Shape, int]) -> CostTable:
     """Costs of momentum, Newton–Schulz and weight update together, as ``dmuon-profile`` would time them on ``device``.
 
     All are marked estimated. They are isotonic in the batch size, which takes the values that are worth timing: powers
@@ -248,26 +243,13 @@ def wave_costs(device: Device, limits: Mapping[Shape, int], *, options: NsOption
     Args:
         device: the GPU.
         limits: shape (small side, large side) to the most matrices in a batch.
-        options: the Newton–Schulz run; fp16 or bf16. Whether it is in Gram form is the kernels' choice.
-
-    Raises:
-        ValueError: a shape is not two positive integers, small side first; a limit is not a positive integer; the
-            options are not valid or not in half precision.
     """
-    options = options or NsOptions()
-    dtype = options.dtype or torch.float16
-    if dtype not in HALF:
-        raise ValueError(f"options.dtype={dtype} has no wave model; use float16 or bfloat16, or costs='flops'")
-    CostTable({shape: {1: 1} for shape in limits})  # refuses a shape by name before it is computed with
-    sequence = coefficient_sequence(options.coefficients, options.steps)
     costs: dict[Shape, dict[int, int]] = {}
     for shape, limit in limits.items():
-        if not is_integer(limit, 1):
-            raise ValueError(f"limits: shape {shape}: {limit!r} must be a positive integer; give the largest batch")
         most = 0
         costs[shape] = {}
         for k in useful_batch_sizes(shape, limit, torch.device("cuda")):
-            most = max(most, _update_ns(device, shape, k, sequence, dtype))
+            most = max(most, _update_ns(device, shape, k))
             costs[shape][k] = most  # a larger batch may be the first in halves, and shorter
     return CostTable(costs, dict.fromkeys(costs, "estimated"))
 
@@ -277,11 +259,12 @@ def describe(device: Device) -> str:
     return f"estimated: wave model of {device.name}"
 
 
-def _update_ns(device: Device, shape: Shape, k: int, sequence: Polynomial, dtype: torch.dtype) -> int:
+def _update_ns(device: Device, shape: Shape, k: int) -> int:
     """Whole nanoseconds of one update of ``k`` matrices. Rounded up, which keeps sums above the whole."""
-    variant = rule_on(device.sms, shape, k, sequence, dtype)
-    recorder = _Recorder(dtype, dtype, halves=variant.backend == "triton")
-    iterate(torch.empty(_SMALL, _LARGE, dtype=dtype, device="meta"), make_iteration(variant, sequence, dtype), recorder)
+    variant = rule_on(device.sms, shape, k, _NEWTON_SCHULZ, _DTYPE)
+    recorder = _Recorder(_DTYPE, _DTYPE, halves=variant.backend == "triton")
+    matrix = torch.empty(_SMALL, _LARGE, dtype=_DTYPE, device="meta")
+    iterate(matrix, make_iteration(variant, _NEWTON_SCHULZ, _DTYPE), recorder)
     side = {_SMALL: shape[0], _LARGE: shape[1]}
     products = [replace(p, rows=side[p.rows], inner=side[p.inner], columns=side[p.columns]) for p in recorder.products]
     # PyTorch copies an addend into the result, for cuBLAS to add to.

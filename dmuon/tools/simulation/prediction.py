@@ -1,4 +1,4 @@
-"""Predicted steps of all programs in one table, how far predictions are off, and which way to train to take."""
+"""Predicted steps of all ways to train in one table, how far predictions are off, and which way to take."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
 
 from dmuon.tools.simulation.hardware import Topology
-from dmuon.tools.simulation.step import Program, Scenario, newton_schulz_s, owned_elements, step_s
+from dmuon.tools.simulation.step import (
+    MASTER_BYTES,
+    Program,
+    Scenario,
+    newton_schulz_s,
+    owned_elements,
+    step_s,
+    stored_shapes,
+)
 
 # Of an overhead: root mean square over published cases, each predicted by terms that are fitted to the others.
 ERROR = 0.035
 # Of Newton–Schulz, a factor: root mean square over published products from 2048 on (bench/simulate.py --products).
 NS_ERROR = 1.3
+_ROOM = 0.6  # of a device's memory: the rest is for activations, workspaces and fragments
+_GIB = 2**30
 _NAMES: dict[Program, str] = {
     "dedicated": "dedicate_params",
     "exchanged": "dmuon.Muon alone",
@@ -23,70 +32,14 @@ _NAMES: dict[Program, str] = {
     "adamw": "AdamW",
 }
 _KEPT = ", no reshard"
-_ROWS: tuple[tuple[Program, bool], ...] = (
-    ("exchanged", False), ("exchanged", True), ("dedicated", False), ("dedicated", True), ("gather", False),
-    ("adamw", False), ("adamw", True),
-)  # fmt: skip
 _LEGEND = (
     "dmuon.Muon alone: on what FSDP2 sharded. dedicate_params: dmuon places whole matrices on owners.",
     "no reshard: whole weights stay from forward to backward (reshard_after_forward=False).",
+    "NS: Newton–Schulz of the slowest rank. exposed: the rest of the step, mostly communication.",
+    "GiB: weights, gradients, optimizer state and buffers of a rank, without activations; ! does not fit.",
+    f"± {ERROR:.1%} is how far predictions were off from steps that others published; less is equal.",
+    f"It is more where NS is long: products that others published were off by a factor of {NS_ERROR}.",
 )
-
-
-def verdict(overhead: float, newton: float) -> str:
-    """An overhead with its error, and whether it is equal to none within that.
-
-    Args:
-        overhead: of one predicted step over another, less 1.
-        newton: what Newton–Schulz takes of it, over the other step.
-    """
-    error = math.hypot(ERROR, (NS_ERROR - 1) * newton)
-    return f"{overhead:+.1%} ± {error:.1%}" + (" (equal)" if abs(overhead) < error else "")
-
-
-def report(scenario: Scenario) -> str:
-    """Where the step of each program goes, as text for people."""
-    topology, costs, device = scenario.topology, scenario.costs, scenario.hardware.device
-    shapes = {m.shape for m in scenario.plan.matrices}
-    guessed = len(shapes & set(costs.estimated))
-    lines = [
-        f"one step on {topology.world} × {device.name}, {_plural(topology.nodes, 'node')} "
-        f"(replicate {topology.replicate} × shard {topology.shard} × tp {topology.tp}), predicted:",
-        f"{scenario.workload.tokens:,} tokens per rank; forward and backward at {scenario.efficiency:.0%} of the peak",
-        "Newton–Schulz costs "
-        + (f"estimated for {guessed} of {_plural(len(shapes), 'shape')}" if guessed else "measured"),
-        "",
-        f"{'':<28}{'step ms':>9}{'fwd+bwd':>9}{'NS':>10}{'exposed':>9}{'over AdamW':>23}{'gathered':>10}",
-    ]
-    adamw = min(step_s("adamw", replace(scenario, kept=kept)) for kept in (False, True))
-    gather = step_s("gather", scenario)
-    computes = scenario.workload.flops / scenario.flops_per_s
-    for program, kept in _ROWS:
-        step, ns = step_s(program, replace(scenario, kept=kept)), newton_schulz_s(program, scenario)
-        overhead = "" if program == "adamw" else verdict(step / adamw - 1, ns / adamw)
-        lines.append(
-            f"{_NAMES[program] + _KEPT * kept:<28}{1e3 * step:>9.2f}{1e3 * computes:>9.2f}{1e3 * ns:>10.2f}"
-            f"{1e3 * (step - computes - ns):>9.2f}{overhead:>23}{gather / step:>9.2f}×"
-        )
-    lines += ["", *_LEGEND]
-    lines.append("NS: Newton–Schulz of the slowest rank. exposed: the rest of the step, mostly communication.")
-    lines.append("gathered: the step of Muon that gathers every matrix on every rank, over this one.")
-    lines.append(f"± {ERROR:.1%} is how far predictions were off from steps that others published; less is equal.")
-    lines.append(f"It is more where NS is long: products that others published were off by a factor of {NS_ERROR}.")
-    if topology.tp > 1:
-        lines.append("left out are activations on their way by tensor parallelism: all steps take longer")
-    return "\n".join(lines)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("s" if count != 1 else "")
-
-
-# -- which way to take ----------------------------------------------------------------------------------------------
-
-_ROOM = 0.6  # of a device's memory: the rest is for activations, workspaces and fragments
-_GIB = 2**30
-Residency = Literal["dedicated", "exchanged", "adamw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +54,7 @@ class Way:
     """
 
     topology: Topology
-    residency: Residency
+    program: Program
     kept: bool
     step_s: float
     newton_s: float
@@ -114,11 +67,13 @@ class Way:
 
     @property
     def name(self) -> str:
-        return _NAMES[self.residency] + _KEPT * self.kept
+        return _NAMES[self.program] + _KEPT * self.kept
 
     def over(self, other: Way) -> str:
-        """What its step adds to another's, with the error."""
-        return verdict(self.step_s / other.step_s - 1, self.newton_s / other.step_s)
+        """What its step adds to another's, with the error, and whether it is equal to that within the error."""
+        overhead = self.step_s / other.step_s - 1
+        error = math.hypot(ERROR, (NS_ERROR - 1) * self.newton_s / other.step_s)
+        return f"{overhead:+.1%} ± {error:.1%}" + (" (equal)" if abs(overhead) < error else "")
 
     def code(self, blocks: Iterable[str] = ()) -> list[str]:
         """Lines to paste.
@@ -137,7 +92,7 @@ class Way:
         mesh = mesh.replace("'", '"')
         kept = ", reshard_after_forward=False" if self.kept else ""
         lines, shard = [f"mesh = {mesh}"], "fully_shard"
-        if self.residency == "dedicated":
+        if self.program == "dedicated":
             lines.append(f"dmuon.dedicate_params(model, mesh{kept})")
             shard = "dmuon.fully_shard"
         for stack in _stacks(blocks):
@@ -155,15 +110,18 @@ def _stacks(blocks: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """All ways, those that fit first and then the fastest, of which the first is the one to take.
+    """All ways, those that fit first and then the fastest.
 
     Attributes:
-        adamw: AdamW on the mesh that suits it best, of those that fit.
+        ways: of dmuon, of which the first is the one to take.
+        adamw: on the mesh that suits it best, of those that fit.
+        table: text for people.
         blocks: names of the model's blocks.
     """
 
     ways: tuple[Way, ...]
     adamw: Way
+    table: str
     blocks: tuple[str, ...]
 
     def answer(self) -> list[str]:
@@ -187,45 +145,60 @@ class Recommendation:
             )
         return [*lines, "", *(f"    {line}" for line in taken.code(self.blocks))]
 
-    def table(self) -> list[str]:
-        """All ways, as text for people."""
-        lines = [
-            "all ways, fastest first, over the best AdamW of all meshes; < is taken:",
-            "",
-            f"{'mesh':>10}  {'':<28} {'step ms':>9} {'over AdamW':>23} {'GiB':>6}",
-        ]
-        for way in self.ways:
-            mark = " no fit" if not way.fits else " <" if way is self.ways[0] else ""
-            lines.append(
-                f"{way.mesh:>10}  {way.name:<28} {1e3 * way.step_s:>9.1f} "
-                f"{way.over(self.adamw):>23} {way.nbytes / _GIB:>6.1f}{mark}"
-            )
-        return [
-            *lines,
-            "",
-            *_LEGEND,
-            "GiB: weights, gradients, optimizer state and buffers of a rank, without activations.",
-        ]
-
 
 def recommend(scenario: Scenario, tried: Sequence[Topology]) -> Recommendation:
-    """Predict all residencies on some meshes, with weights kept or not.
+    """Predict all programs on some meshes, with weights kept or not.
 
     Args:
         scenario: on any mesh; its plan is kept, for it does not depend on the mesh.
     """
     ways: list[Way] = []
-    residencies: tuple[Residency, ...] = ("dedicated", "exchanged", "adamw")
-    for topology, kept, residency in product(tried, (False, True), residencies):
+    for topology, kept, program in product(tried, (False, True), _NAMES):
+        if program == "gather" and kept:  # what it computes is too long for this to matter
+            continue
         one = replace(scenario, topology=topology, kept=kept)
-        nbytes = held_bytes(residency, one)
+        nbytes = held_bytes(program, one)
         fits = nbytes <= _ROOM * scenario.hardware.device.memory
-        taken = step_s(residency, one), newton_schulz_s(residency, one)
-        ways.append(Way(topology, residency, kept, *taken, nbytes, fits))
+        ways.append(Way(topology, program, kept, step_s(program, one), newton_schulz_s(program, one), nbytes, fits))
     ways.sort(key=lambda way: (not way.fits, way.step_s))
-    adamw = next(way for way in ways if way.residency == "adamw")
-    muon = tuple(way for way in ways if way.residency != "adamw")
-    return Recommendation(muon, adamw, tuple(block.name for block in scenario.workload.blocks))
+    adamw = next(way for way in ways if way.program == "adamw")
+    own = tuple(way for way in ways if way.program in ("dedicated", "exchanged"))
+    return Recommendation(
+        own, adamw, _table(scenario, ways, own[0], adamw), tuple(block.name for block in scenario.workload.blocks)
+    )
+
+
+def _table(scenario: Scenario, ways: Iterable[Way], taken: Way, adamw: Way) -> str:
+    """Where the step of each way goes, and what it holds."""
+    topology, costs, device = scenario.topology, scenario.costs, scenario.hardware.device
+    computes = scenario.workload.flops / scenario.flops_per_s
+    shapes = {m.shape for m in scenario.plan.matrices}
+    guessed = len(shapes & set(costs.estimated))
+    lines = [
+        f"predicted: one step on {topology.world} × {device.name}, {_plural(topology.nodes, 'node')}, tp {topology.tp}",
+        f"{scenario.workload.tokens:,} tokens per rank; forward and backward take {1e3 * computes:.2f} ms, at "
+        f"{scenario.efficiency:.0%} of the peak",
+        "Newton–Schulz costs "
+        + (f"estimated for {guessed} of {_plural(len(shapes), 'shape')}" if guessed else "measured"),
+        "replicas × shards, fastest first, over the best AdamW; < is taken:",
+        "",
+        f"{'':<28}{'mesh':>10}{'step ms':>10}{'NS':>9}{'exposed':>9} {'over AdamW':>24}{'GiB':>7}",
+    ]
+    for way in ways:
+        over = "" if way.program == "adamw" else way.over(adamw)
+        lines.append(
+            f"{way.name:<28}{way.mesh:>10}{1e3 * way.step_s:>10.2f}{1e3 * way.newton_s:>9.2f}"
+            f"{1e3 * (way.step_s - computes - way.newton_s):>9.2f} {over:>24}{way.nbytes / _GIB:>7.1f}"
+            + (" !" if not way.fits else " <" if way is taken else "")
+        )
+    lines += ["", *_LEGEND]
+    if topology.tp > 1:
+        lines.append("left out are activations on their way by tensor parallelism: all steps take longer")
+    return "\n".join(lines)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("s" if count != 1 else "")
 
 
 def meshes(given: Topology) -> Iterator[Topology]:
@@ -237,19 +210,21 @@ def meshes(given: Topology) -> Iterator[Topology]:
             yield replace(given, replicate=data // shard)
 
 
-def held_bytes(residency: Residency, scenario: Scenario) -> float:
+def held_bytes(program: Program, scenario: Scenario) -> float:
     """Weights, gradients, optimizer state and buffers of the rank that holds most.
 
     fp32 weight, gradient and one moment of a matrix, two of everything else, and whole weights in what travels: two of
     the largest block, or all that are kept. Dedicated owners hold what they own and stand in for, and two buffers of
-    gradients, as docs/communication.md says.
+    gradients, as docs/communication.md says. Who gathers everywhere holds the momentum of a shape.
     """
     topology, workload = scenario.topology, scenario.workload
     whole = [block.matrix_elements / topology.tp for block in workload.blocks]
     others = 16 * sum(b.other_elements for b in (*workload.blocks, workload.ends)) / topology.shard
     buffers = workload.param_bytes * (sum(whole) if scenario.kept else 2 * max(whole))
-    if residency != "dedicated":
-        return (12 if residency == "exchanged" else 16) * sum(whole) / topology.shard + others + buffers
+    if program != "dedicated":
+        together = [rows * cols * count / topology.tp for (rows, cols), count in stored_shapes(scenario).items()]
+        gathered = MASTER_BYTES * max(together) if program == "gather" else 0.0
+        return (16 if program == "adamw" else 12) * sum(whole) / topology.shard + others + buffers + gathered
     held = owned_elements(scenario).sum(axis=0)
     standins = 0.0 if scenario.kept or topology.replicate == 1 else workload.param_bytes * float(held.sum(axis=0).max())
     return 12 * float(held.max()) + standins + others + buffers + workload.reduce_bytes * 2 * max(whole)

@@ -71,19 +71,17 @@ class Workload:
     reduce_bytes: int = 4
 
     @classmethod
-    def from_config(cls, path: str | Path, *, tokens: int, sequence: int, recompute: bool = False) -> Workload:
+    def from_config(cls, path: str | Path, *, tokens: int, sequence: int) -> Workload:
         """The workload of a model's ``config.json``, of the model types that ``dmuon.model.config`` reads.
 
         Counted are matrix products, two operations per element and token, and causal attention, half of the full
-        square. A token meets ``num_experts_per_tok`` of the routed experts. Backward is twice forward, and three
-        times with ``recompute``; the head is never recomputed. A config without ``vocab_size`` has no embedding and
-        no head here; every stack of a ``towers`` config sees all tokens. Left out are biases, and attention whose
-        projections have names that no listed model type uses.
+        square. A token meets ``num_experts_per_tok`` of the routed experts. Backward is twice forward. A config without
+        ``vocab_size`` has no embedding and no head here; every stack of a ``towers`` config sees all tokens. Left out
+        are biases, and attention whose projections have names that no listed model type uses.
 
         Args:
             tokens: per rank and step, a multiple of ``sequence``.
             sequence: tokens that attend to one another.
-            recompute: activation checkpointing of whole blocks.
 
         Raises:
             ValueError: as ``read_model``, or a field or argument that cannot be used, with the remedy.
@@ -104,7 +102,7 @@ class Workload:
             forward += tokens * sequence * _attention_width(owned)
             elements = sum(m.rows * m.cols for m in owned)
             others = _NORMS_PER_BLOCK * _hidden(config, owned)
-            blocks.append(Block(name, forward, forward * (_BACKWARD + recompute), elements, others))
+            blocks.append(Block(name, forward, _BACKWARD * forward, elements, others))
         ends = _ends(config, tokens, _hidden(config, members[blocks[-1].name]))
         return cls(tuple(blocks), ends, tokens)
 
@@ -311,7 +309,7 @@ def stored_shapes(scenario: Scenario) -> Counter[tuple[int, int]]:
 
 # -- the recurrence -------------------------------------------------------------------------------------------------
 
-_MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime
+_MAX_REDUCTIONS = 2  # as in dmuon.dedicated.gradients
 _OWNERS = ("broadcast", "reduce", "all_to_all")  # AdamW's step has no such collectives
 _FOLD_BYTES = 3 * MASTER_BYTES  # of an element: its gradient and its momentum read, this written
 _READ_BYTES = 2 * MASTER_BYTES  # both read again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,7 +53,7 @@ from dmuon.optimizer.options import (
 )
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
-from dmuon.optimizer.state import Momentum, Origin, copyable_origin, keep_state_of_route, origin_of_copy
+from dmuon.optimizer.state import Momentum, Origin, keep_state_of_route
 from dmuon.optimizer.wrapping import (
     Wrapping,
     blocks_of_fsdp,
@@ -72,7 +72,7 @@ from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import Deferred, FusedRound
 from dmuon.step.half_weights import ROUNDING_STEP, Places, is_rounded, new_masters
 from dmuon.step.overlap import EarlyUpdates
-from dmuon.step.residency import MATRIX_STATE, align_gradients, lay_out
+from dmuon.step.residency import align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Schedule, Step
 from dmuon.step.update import Done, Orthogonalize
 
@@ -217,22 +217,6 @@ class Muon(torch.optim.Optimizer):
         copies = replicated_by_ddp(params)
         check_strategy(strategy)
         self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward, strategy)
-        self._start()
-        self._qk_clip = qk_clip
-        self._built = False  # torch adds the first groups one by one
-        # Schedulers look here for what they may cycle.
-        super().__init__(
-            groups_from(params, select, exclude, lr_multipliers, self._origin.names),
-            {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
-        )
-        self._built = True
-        check_halves(self.param_groups, names_in(self.param_groups, self._origin.names))
-        self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
-        self._lay_out()
-        self._register_hooks()
-
-    def _start(self) -> None:
-        """What :meth:`_lay_out` finds when it is called for the first time, and what no layout decides."""
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
@@ -247,9 +231,18 @@ class Muon(torch.optim.Optimizer):
         self._has_functions = False  # of the user's, which say how much of an update is taken, or orthogonalize
         self._proven: set[Any] = set()  # those that orthogonalize, and shapes
         self._steps = 0
-
-    def _register_hooks(self) -> None:
-        """They get the optimizer as an argument, and hold none: that would keep it until a garbage collection."""
+        self._qk_clip = qk_clip
+        self._built = False  # torch adds the first groups one by one
+        # Schedulers look here for what they may cycle.
+        super().__init__(
+            groups_from(params, select, exclude, lr_multipliers, self._origin.names),
+            {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
+        )
+        self._built = True
+        check_halves(self.param_groups, names_in(self.param_groups, self._origin.names))
+        self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
+        self._lay_out()
+        # They get the optimizer as an argument, and hold none: that would keep it until a garbage collection.
         follow: Any = type(self)._follow
         self.register_state_dict_pre_hook(follow)  # torch keys state by the parameters of the groups
         self.register_state_dict_post_hook(self._momentum.save)
@@ -257,35 +250,17 @@ class Muon(torch.optim.Optimizer):
         self.register_load_state_dict_post_hook(self._momentum.show_loaded)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``copy`` and ``pickle``. As in torch, hooks stay behind.
-
-        Raises:
-            RuntimeError: ranks share some of the parameters.
-        """
-        origin = copyable_origin(self._origin, self.param_groups)
-        if self._qk_clip is not None:
-            raise RuntimeError(
-                "an optimizer with qk_clip, which knows the modules of its model, cannot be copied or pickled: save "
-                "optimizer.state_dict(), and load it into an optimizer that was built with a QKClip of its own model"
-            )
-        state = {}
-        for param, values in self.state.items():  # each view would be pickled with the whole stack that it shows
-            state[param] = {name: one.clone() if name in MATRIX_STATE else one for name, one in values.items()}
-        return {**super().__getstate__(), "state": state, "origin": origin}
+        """For ``copy`` and ``pickle``, which are refused."""
+        raise RuntimeError(
+            "an optimizer, which knows where its model lies, cannot be copied or pickled: save optimizer.state_dict(), "
+            "and load it into an optimizer that was built as this one was, over a model of its own"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, or as torch calls it after a load."""
-        super().__setstate__({name: value for name, value in state.items() if name != "origin"})
+        """As torch calls it after a load."""
+        super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups that are added later would get it
         self.param_groups = [as_group(group) for group in self.param_groups]
-        if "origin" in state:
-            self.state = defaultdict(dict, self.state)
-            self._origin = origin_of_copy(state["origin"])
-            self._start()
-            self._qk_clip, self._built = None, True
-            self._wrapping = Wrapping(None, (), None)
-            self._lay_out()
-            self._register_hooks()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Collective where several ranks hold matrices.
@@ -469,8 +444,6 @@ class Muon(torch.optim.Optimizer):
             TypeError, ValueError: options, state or gradients that cannot be used.
         """
         check_moment(self._device, self._wrapping, copied=bool(self._origin.copies), params=self._names.keys())
-        if not self._steps:
-            self._wrapping.note(self.param_groups)  # of a copy, the model may have been copied after it
         self.flush()
         loss = None
         if closure is not None:

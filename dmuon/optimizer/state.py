@@ -1,9 +1,9 @@
-"""The state of an optimizer, momentum and AdamW's moments: what users see of it, state dicts, and copies."""
+"""The state of an optimizer, momentum and AdamW's moments: what users see of it, and state dicts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from dmuon.dedicated.state_dict import describe
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
-from dmuon.model.matrix_spec import MatrixSpec, Names, flat_of, remember_spec, spec_of
+from dmuon.model.matrix_spec import Names, flat_of
 from dmuon.optimizer.options import RARE, STRATEGY, check_options
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
@@ -238,7 +238,7 @@ class Momentum:
         state = {i: dict(values) for i, values in enumerate(held) if values is not None}
         for i, values in state.items():
             for key in _OF_MUON:
-                if key in values:  # a copy of the optimizer that took no step yet has no residency
+                if key in values:  # a master of AdamW's has no row
                     row, value = rows.get((id(params[i]), key)), values[key]
                     values[key] = value.clone() if row is None else row.residency.saved(row.like, value)
             if values and flat_of(params[i]) is not None:
@@ -496,9 +496,6 @@ def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, 
             state[param] = {**new_adamw_state(param, group), **(values or {})}
 
 
-# -- copies of optimizers whose parameters one process has to itself ---------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
     """What an optimizer was built with, as far as its groups and its state do not tell.
@@ -519,36 +516,3 @@ class Origin:
     config: DistributedConfig | None
     overlap: bool
     strategy: str | Mapping[str, str]
-
-
-Copyable = tuple[Origin, list[tuple[Tensor, str | None, MatrixSpec | None]]]  # with each parameter's name and matrices
-
-
-def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> Copyable:
-    """``origin`` without ids, which no copy shares.
-
-    Raises:
-        RuntimeError: the optimizer communicates, and process groups live in one process.
-    """
-    described: list[tuple[Tensor, str | None, MatrixSpec | None]] = []
-    for use_muon, param in ((group["use_muon"], param) for group in groups for param in group["params"]):
-        name = origin.names.get(id(param))
-        shared = isinstance(param, (OwnedTensor, DTensor)) or flat_of(param) is not None
-        if shared or id(param) in origin.copies or origin.config is not None:
-            name = param.fqn if isinstance(param, OwnedTensor) else name or "its first one"
-            raise RuntimeError(
-                f"an optimizer of parameters that ranks share, such as {name!r}, cannot be copied or pickled: save "
-                "optimizer.state_dict(), and load it into an optimizer that was built as this one was, over a model of "
-                "its own"
-            )
-        described.append((param, name, spec_of(param) if use_muon else None))
-    return replace(origin, names={}, copies={}), described
-
-
-def origin_of_copy(copied: Copyable) -> Origin:
-    """What :func:`copyable_origin` made, after it was copied or unpickled."""
-    origin, described = copied
-    for param, _, spec in described:
-        if spec is not None:
-            remember_spec(param, spec)
-    return replace(origin, names={id(param): name for param, name, _ in described if name is not None})

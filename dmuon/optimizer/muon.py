@@ -37,6 +37,7 @@ from dmuon.optimizer.options import (
     MUON_OPTIONS,
     RARE,
     STATE_OPTIONS,
+    STRATEGY,
     USUAL,
     Description,
     check_functions,
@@ -44,6 +45,7 @@ from dmuon.optimizer.options import (
     check_halves,
     check_names,
     check_options,
+    check_patterns,
     check_scalings,
     check_strategy,
     describe,
@@ -239,7 +241,10 @@ class Muon(torch.optim.Optimizer):
             {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
         )
         self._built = True
-        check_halves(self.param_groups, names_in(self.param_groups, self._origin.names))
+        names = names_in(self.param_groups, self._origin.names)
+        check_halves(self.param_groups, names)
+        strategies = [strategy, *(group.get(STRATEGY) for group in self.param_groups)]
+        check_patterns(strategies, [*names.values(), *self._origin.names.values()])
         self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
         self._lay_out()
         # They get the optimizer as an argument, and hold none: that would keep it until a garbage collection.
@@ -302,6 +307,8 @@ class Muon(torch.optim.Optimizer):
                     group.setdefault(ROUNDING_STEP, 0)  # before a step, for who loads into what state dicts have
                 super().add_param_group(as_group(group))
             if self._built:
+                names = names_in(self.param_groups, self._origin.names)
+                check_patterns([group.get(STRATEGY) for group in self.param_groups[count:]], [*names.values()])
                 self._lay_out()
         except Exception:
             del self.param_groups[count:]

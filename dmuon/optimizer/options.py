@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -17,6 +17,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import HALF, check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.layout.matrices import Strategy, team_size
 from dmuon.model.matrix_spec import Names, flat_of, is_one_matrix, shape_of
+from dmuon.model.routing import require_fitting
 from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.adamuon import ElementMoments
 from dmuon.step.batches import SharedBatch
@@ -340,6 +341,12 @@ def check_strategy(strategy: object) -> None:
             raise ValueError(
                 f"strategy={name!r} is unknown; use one of {', '.join(STRATEGIES)}, or 'sharded:2' or more"
             )
+
+
+def check_patterns(given: Iterable[object], names: Collection[str]) -> None:
+    """Raise ValueError for a pattern of mappings among ``given`` strategies that fits none of ``names``."""
+    for strategy in given:
+        require_fitting("strategy", strategy if isinstance(strategy, Mapping) else (), names)
 
 
 def strategies_of(

@@ -373,9 +373,8 @@ class LayoutExchange(Exchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._tasks = tasks(self.layouts, self.owners, self._rank)
-        shared = [task.shared for task in self._tasks if task.shared is not None]
         for domain in self.layouts.domains.values():  # in one order on all of their ranks
-            parcels = [one.parcel for one in shared if one.domain is domain]
+            parcels = [task.parcel for task in self._tasks if task.domain is domain and task.parcel is not None]
             connect_copies(domain, dict.fromkeys(parcel.spread for parcel in parcels))
             connect_teams(domain, {len(parcel.team) for parcel in parcels if parcel.team})
 
@@ -410,15 +409,14 @@ class LayoutExchange(Exchange):
     def table(self) -> list[Exchanged]:
         rows = []
         for task in self._tasks:
-            index, shared = task.position, task.shared
-            assert shared is not None
-            ranks, name = shared.domain.ranks, self.names[index]
+            assert task.domain is not None and task.parcel is not None, "several ranks hold it"
+            ranks, name = task.domain.ranks, self.names[task.position]
             if not is_one_matrix(task.param):
                 first, last = task.numbers[0], task.numbers[-1]
                 name += f"[{first}]" if first == last else f"[{first}…{last}]"
-            owner = ranks[shared.parcel.owner] if shared.parcel.has_owner else None
+            owner = ranks[task.parcel.owner] if task.parcel.has_owner else None
             row = _row(task.param, name, task.shape, "plain tensors", ranks, owner)
-            rows.append(replace(row, count=task.count, strategy=shared.parcel.way))
+            rows.append(replace(row, count=task.count, strategy=task.parcel.way))
         return rows
 
     def shared(self) -> list[Sharing]:

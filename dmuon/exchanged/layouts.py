@@ -45,7 +45,7 @@ from dmuon.planning.strategies import Choice, Ranking, choose, find_link, ns_per
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
 from dmuon.solver import Matrix, unmeasured_batch
-from dmuon.step.batches import Shared, Task
+from dmuon.step.batches import Task
 
 _log = logger(__name__)
 
@@ -539,11 +539,9 @@ def _tasks_of(
                 region if flat or not is_one else None,
                 spec.transposed,
                 tuple(numbers[start:stop]),
-                Shared(
-                    domain,
-                    Parcel(stop - start, share.spread, team[0] if team else owner, strategy, team),
-                    (placed.layout, spec),
-                ),
+                domain,
+                Parcel(stop - start, share.spread, team[0] if team else owner, strategy, team),
+                (placed.layout, spec),
             )
             result.append(task)
     return result

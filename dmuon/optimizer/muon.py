@@ -62,7 +62,6 @@ from dmuon.optimizer.wrapping import (
     check_moment,
     fault_of_flat,
     find_residencies,
-    replicated_by_ddp,
 )
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform import host
@@ -216,9 +215,8 @@ class Muon(torch.optim.Optimizer):
             "master_weights": master_weights,
             "bf16_stochastic_round": bf16_stochastic_round,
         }
-        copies = replicated_by_ddp(params)
         check_strategy(strategy)
-        self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward, strategy)
+        self._origin = Origin(defaults, adamw, names_of(params), {}, distributed_config, overlap_backward, strategy)
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
@@ -245,7 +243,8 @@ class Muon(torch.optim.Optimizer):
         check_halves(self.param_groups, names)
         strategies = [strategy, *(group.get(STRATEGY) for group in self.param_groups)]
         check_patterns(strategies, [*names.values(), *self._origin.names.values()])
-        self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
+        by_user = distributed_config is not None
+        self._wrapping = Wrapping(params, self.param_groups, self._origin.copies, by_user=by_user)
         self._lay_out()
         # They get the optimizer as an argument, and hold none: that would keep it until a garbage collection.
         follow: Any = type(self)._follow
@@ -495,7 +494,7 @@ class Muon(torch.optim.Optimizer):
             self._wrapping.note(self.param_groups)
             for group in self.param_groups:
                 keep_state_of_route(group, self.state)
-        self._wrapping.require_averaged(self.param_groups, self._names, by_user=self._origin.config is not None)
+        self._wrapping.require_averaged(self.param_groups, self._names)
         align_gradients(self.param_groups, self._names)
         described = [*map(describe, self.param_groups)]
         if described != self._checked:

@@ -63,15 +63,11 @@ _Site = tuple[Tensor, weakref.ref[nn.Module], str]  # a parameter, a module that
 _log = logger(__name__)
 
 
-def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
-    """The group over which ``DistributedDataParallel`` or ``replicate`` averages a parameter's gradient, by ``id``."""
-    return _copied_by(params.modules()) if isinstance(params, nn.Module) else {}
+def replicated_by_ddp(tensors: Iterable[Tensor]) -> dict[int, dist.ProcessGroup]:
+    """The group over which ``DistributedDataParallel`` or ``replicate`` averages a parameter's gradient, by ``id``.
 
-
-def replicated_by_any(tensors: Iterable[Tensor]) -> dict[int, dist.ProcessGroup]:
-    """The same of parameters, by whichever module that lives: they may have been given alone, or been wrapped since.
-
-    The collector of garbage knows all modules. Where nothing communicates it is not asked.
+    By whichever module that lives: parameters may have been given alone, or been wrapped since. The collector of
+    garbage knows all modules. Where nothing communicates it is not asked.
     """
     wanted = {id(tensor) for tensor in tensors if not isinstance(tensor, DTensor)}
     if not wanted or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -110,16 +106,17 @@ class Wrapping:
 
     Args:
         params: what the optimizer was given; a module is asked alone where its parameters are.
-        copies: of plain parameters, over which group DDP copies them; what is found is added. None where that does
-            not matter.
+        copies: gets over which group DDP copies plain parameters.
+        by_user: a configuration says who does.
 
     Attributes:
         ddp: modules that DDP has made around parameters of the groups.
     """
 
-    def __init__(self, params: object, groups: _Groups, copies: dict[int, dist.ProcessGroup] | None) -> None:
+    def __init__(self, params: object, groups: _Groups, copies: dict[int, dist.ProcessGroup], *, by_user: bool) -> None:
         self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
         self._copies = copies
+        self._by_user = by_user
         self._sites: dict[int, _Site] = {}  # by ``id`` of the parameter
         self._wraps = -1  # as many as there were when copies were looked for
         self._frozen: list[Tensor] | None = None  # what nobody would average; None before anyone has looked
@@ -153,7 +150,7 @@ class Wrapping:
             module = ref()
             if module is not None and module._parameters.get(name) is not param:
                 moved[key] = module._parameters.get(name)
-        if not moved and (self._copies is None or self._wraps == len(ddp_wraps())):
+        if not moved and (self._by_user or self._wraps == len(ddp_wraps())):
             return False
         if moved:
             self._require_held(moved, groups, names)
@@ -192,11 +189,8 @@ class Wrapping:
                 "load_state_dict(assign=True) or a wrapper; build the optimizer after that"
             )
 
-    def require_averaged(self, groups: _Groups, names: Names, *, by_user: bool) -> None:
+    def require_averaged(self, groups: _Groups, names: Names) -> None:
         """Look once for each layout, and when something is trained that was frozen and that nobody averages.
-
-        Args:
-            by_user: a configuration was given.
 
         Raises:
             RuntimeError: DistributedDataParallel holds a trained parameter that its reducer does not know.
@@ -205,11 +199,11 @@ class Wrapping:
             return
         params = [param for group in groups for param in group["params"]]
         self._told &= set(map(id, params))  # others may get the ids of those that are gone
-        alone = [] if by_user else [p for p in params if not isinstance(p, DTensor) and flat_of(p) is None]
+        alone = [] if self._by_user else [p for p in params if not isinstance(p, DTensor) and flat_of(p) is None]
         if not dist.is_initialized() or dist.get_world_size() == 1:
             alone = []
         if alone:
-            known = replicated_by_any(alone).keys() | averaged_by_dmuon()
+            known = replicated_by_ddp(alone).keys() | averaged_by_dmuon()
             alone = [param for param in alone if id(param) not in known]
         trained = [param for param in alone if param.requires_grad and id(param) not in self._told]
         if trained:
@@ -219,18 +213,15 @@ class Wrapping:
 
     def _find_copies(self, groups: _Groups) -> dict[int, dist.ProcessGroup]:
         """What was not known before, by ``id``. All modules are searched only if DDP has wrapped another one."""
-        if self._copies is None or self._wraps == (wraps := len(ddp_wraps())):
+        wraps = len(ddp_wraps())
+        if self._wraps == wraps or (self._by_user and self._wraps >= 0):
             return {}
         self._wraps = wraps
-        params = (param for group in groups for param in group["params"])
-        found = replicated_by_any(p for p in params if not isinstance(p, DTensor) and id(p) not in self._copies)
+        params = [param for group in groups for param in group["params"]]
+        found = replicated_by_ddp(p for p in params if id(p) not in self._copies)
         self._copies.update(found)
         if self._copies:
-            model = None if self._model is None else self._model()
-            held = {id(p) for group in groups for p in group["params"]}
-            inside = [] if model is None else model.modules()
-            around = [module for module in inside if isinstance(module, nn.parallel.DistributedDataParallel)]
-            around = around or all_living(nn.parallel.DistributedDataParallel)
+            held, around = set(map(id, params)), all_living(nn.parallel.DistributedDataParallel)
             self.ddp = [weakref.ref(m) for m in around if any(id(p) in held for p in m.parameters())]
         return found
 

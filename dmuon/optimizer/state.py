@@ -24,7 +24,7 @@ from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import MOMENTS, as_step, moments_dtype, new_adamw_state
-from dmuon.step.half_weights import MASTER, has_master, is_widened, new_master
+from dmuon.step.half_weights import MASTER, has_master, new_master
 from dmuon.step.residency import MATRIX_STATE, MOMENTUM, Residency, laid_out, like_param, misfit, needs_gather
 from dmuon.step.scaling import Scaling
 
@@ -144,7 +144,7 @@ class Momentum:
         self._names: Names = {}
         self.replaced: list[tuple[_Row, Tensor | None]] = []
         self._residencies: list[Residency] = []
-        self._loaded: dict[Tensor, dict[str, Any]] = {}  # state of AdamW that is wider than its parameter
+        self._loaded: dict[Tensor, dict[str, Any]] = {}  # state of AdamW, which may be wider than its parameter
 
     def lay_out(
         self,
@@ -275,11 +275,9 @@ class Momentum:
             key = keys[id(param)]
             present, name = optimizer.state.get(param, {}), repr(self._names[id(param)])
             of_param = adamw_state(saved[key], param, present, name, group)
-            state[key] = of_param
-            if of_param is None:
-                del state[key]
-            elif is_widened(group, param):
-                self._loaded[param] = {name: of_param.pop(name) for name in (*MOMENTS, MASTER) if name in of_param}
+            state.pop(key, None)
+            if of_param is not None:
+                self._loaded[param] = of_param
         for (row, key), value in zip(loads, values, strict=True):
             kept = {n: v for n, v in state.pop(key, {}).items() if n not in (*_OF_MUON, *_ADAMW_STATE)}
             if value is None and not row.is_trained:
@@ -293,9 +291,8 @@ class Momentum:
         return {**state_dict, "state": state, "param_groups": groups}
 
     def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Show the momentum again: a load has made a new state, of which all had the dtype of the parameters."""
-        for param, values in self._loaded.items():
-            optimizer.state[param].update(values)
+        """Show what was loaded: torch has made a new state, in which all would have the dtype of the parameters."""
+        optimizer.state.update(self._loaded)
         self._loaded.clear()
         for row in self._rows:
             shown = self.shown.get(id(row.like))

@@ -447,7 +447,6 @@ class LayoutExchange(Exchange):
                     f"next best: {', then '.join(others) or 'nothing else was possible'}"
                 )
         for name, choice in self.layouts.choices.items():
-            here, by_owners = choice.step_ns
             way: str = choice.strategy
             on = "each rank"
             if choice.team:
@@ -455,10 +454,7 @@ class LayoutExchange(Exchange):
                 assert placed is not None, "several ranks hold it"
                 way = f"{choice.strategy}:{len(choice.team)}"
                 on = f"ranks {listed([placed.ranks[member] for member in choice.team], ' ')} each"
-            lines.append(
-                f"strategy of {name}: {way}, predicted {choice.predicted_ns / 1e6:.3f} ms on {on}; "
-                f"with it all matrices {here / 1e6:.3f} ms, by owners alone {by_owners / 1e6:.3f} ms"
-            )
+            lines.append(f"strategy of {name}: {way}, predicted {choice.predicted_ns / 1e6:.3f} ms on {on}")
         return lines
 
 

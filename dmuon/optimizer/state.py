@@ -254,7 +254,7 @@ class Momentum:
         Raises:
             ValueError: on all ranks that share parameters, if any of them cannot load what it was given.
         """
-        fault = loading_fault(state_dict, optimizer.param_groups)
+        fault = next(_loading_faults(state_dict, optimizer.param_groups), None)
         saved_groups = state_dict["param_groups"] if fault is None else []
         # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
         pairs = list(zip(saved_groups, optimizer.param_groups, strict=False))
@@ -350,12 +350,8 @@ def _complete(param: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
 _ADAMW_STATE = ("step", *MOMENTS)
 
 
-def loading_fault(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why an optimizer with ``groups`` cannot load ``state_dict``, apart from the tensors in it; None if it can."""
-    return next(_loading_faults(state_dict, groups), None)
-
-
 def _loading_faults(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Why an optimizer with ``groups`` cannot load ``state_dict``, apart from the tensors in it."""
     saved, states = state_dict.get("param_groups"), state_dict.get("state")
     if (
         not (isinstance(saved, (list, tuple)) and isinstance(states, Mapping))

@@ -55,7 +55,7 @@ from dmuon.optimizer.options import (
 )
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
-from dmuon.optimizer.state import Momentum, Origin, keep_state_of_route
+from dmuon.optimizer.state import Momentum, keep_state_of_route
 from dmuon.optimizer.wrapping import (
     Wrapping,
     blocks_of_fsdp,
@@ -216,7 +216,9 @@ class Muon(torch.optim.Optimizer):
             "bf16_stochastic_round": bf16_stochastic_round,
         }
         check_strategy(strategy)
-        self._origin = Origin(defaults, adamw, names_of(params), {}, distributed_config, overlap_backward, strategy)
+        self._defaults = {True: defaults, False: adamw}  # of groups, by their ``use_muon``
+        self._canonical = names_of(params)  # names by ``id``, as far as they are known
+        self._config, self._overlap, self._strategy = distributed_config, overlap_backward, strategy
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
@@ -235,16 +237,15 @@ class Muon(torch.optim.Optimizer):
         self._built = False  # torch adds the first groups one by one
         # Schedulers look here for what they may cycle.
         super().__init__(
-            groups_from(params, select, exclude, lr_multipliers, self._origin.names),
+            groups_from(params, select, exclude, lr_multipliers, self._canonical),
             {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
         )
         self._built = True
-        names = names_in(self.param_groups, self._origin.names)
+        names = names_in(self.param_groups, self._canonical)
         check_halves(self.param_groups, names)
         strategies = [strategy, *(group.get(STRATEGY) for group in self.param_groups)]
-        check_patterns(strategies, [*names.values(), *self._origin.names.values()])
-        by_user = distributed_config is not None
-        self._wrapping = Wrapping(params, self.param_groups, self._origin.copies, by_user=by_user)
+        check_patterns(strategies, [*names.values(), *self._canonical.values()])
+        self._wrapping = Wrapping(params, self.param_groups, by_user=distributed_config is not None)
         self._lay_out()
         # They get the optimizer as an argument, and hold none: that would keep it until a garbage collection.
         follow: Any = type(self)._follow
@@ -289,16 +290,15 @@ class Muon(torch.optim.Optimizer):
         count = len(self.param_groups)
         try:
             for group in routed_groups(param_group):
-                for name, value in (self._origin.muon if group["use_muon"] else self._origin.adamw).items():
+                for name, value in self._defaults[group["use_muon"]].items():
                     group.setdefault(name, value)
                 if group["use_muon"]:
                     inherit_ns(group)
-                config = self._origin.config
-                own = config is not None and recipe_of(config) is None
+                own = self._config is not None and recipe_of(self._config) is None
                 check_names(group)
                 check_options(group)
                 for param in group["params"]:
-                    check_param(param, group["use_muon"], shards=config is not None, flat=own)
+                    check_param(param, group["use_muon"], shards=self._config is not None, flat=own)
                 check_half(group)
                 for name in [name for name in RARE if name in group and group[name] == USUAL[name]]:
                     del group[name]
@@ -306,7 +306,7 @@ class Muon(torch.optim.Optimizer):
                     group.setdefault(ROUNDING_STEP, 0)  # before a step, for who loads into what state dicts have
                 super().add_param_group(as_group(group))
             if self._built:
-                names = names_in(self.param_groups, self._origin.names)
+                names = names_in(self.param_groups, self._canonical)
                 check_patterns([group.get(STRATEGY) for group in self.param_groups[count:]], [*names.values()])
                 self._lay_out()
         except Exception:
@@ -324,25 +324,25 @@ class Muon(torch.optim.Optimizer):
         self._device = next(devices, torch.device("cpu"))
         self._timer = PhaseTimer(self._device)
         restore_specs(self._split)
-        carry_over(self.param_groups, self._laid_out or [], self._origin.names, self._specs)
+        carry_over(self.param_groups, self._laid_out or [], self._canonical, self._specs)
         held = {id(p) for group in self.param_groups for p in group["params"]}
         for gone in [p for p in self.state if id(p) not in held]:
             del self.state[gone]
         left = {key for ids in self._laid_out or [] for key in ids} - held  # ids that others may get from now on
-        for known in (self._origin.names, self._origin.copies):
+        for known in (self._canonical, self._wrapping.copies):
             for key in left & known.keys():
                 del known[key]
         if self._early is not None:
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
-        self._names = names_in(self.param_groups, self._origin.names)  # by id of the parameter
+        self._names = names_in(self.param_groups, self._canonical)  # by id of the parameter
         self._wrapping.note(self.param_groups)
         planned = next((g for g in self.param_groups if g["use_muon"] and g["params"]), None)
         ns = NsOptions.named(planned or {})
         self._left = {key: strategy for key, (strategy, _) in left_to_others().items()}
-        self._strategies = strategies_of(self.param_groups, self._names, self._origin.strategy, self._left)
+        self._strategies = strategies_of(self.param_groups, self._names, self._strategy, self._left)
         residencies = find_residencies(
-            muon, self._names, self._origin, self._device, self._exchange, ns, self._strategies
+            muon, self._names, self._config, self._wrapping.copies, self._device, self._exchange, ns, self._strategies
         )
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
@@ -391,7 +391,7 @@ class Muon(torch.optim.Optimizer):
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
         self._early = None
         alone = [round_ for round_ in rounds if isinstance(round_, AloneRound)]
-        if self._origin.overlap and alone:
+        if self._overlap and alone:
             group_of = partial(_group_of, weakref.ref(self))
             self._early = EarlyUpdates(alone, group_of, self._momentum.shown, self._proven, self._device)
             for dedicated in self._dedicated:  # which hold it weakly
@@ -449,7 +449,7 @@ class Muon(torch.optim.Optimizer):
                 CUDA graph is being captured, or if the model has other parameters by now.
             TypeError, ValueError: options, state or gradients that cannot be used.
         """
-        check_moment(self._device, self._wrapping, copied=bool(self._origin.copies), params=self._names.keys())
+        check_moment(self._device, self._wrapping, self._names.keys())
         self.flush()
         loss = None
         if closure is not None:
@@ -489,7 +489,7 @@ class Muon(torch.optim.Optimizer):
         if self._wrapping.follow(self.param_groups, self._names):
             self._lay_out()
         if not self._is_as_laid_out():
-            self._names = names_in(self.param_groups, self._origin.names)
+            self._names = names_in(self.param_groups, self._canonical)
             self._places = Places(self._names)
             self._wrapping.note(self.param_groups)
             for group in self.param_groups:
@@ -517,7 +517,7 @@ class Muon(torch.optim.Optimizer):
 
     def _check_edited(self) -> None:
         """Refuse options by which everything was laid out, if they are others now, and follow the modes of decay."""
-        if strategies_of(self.param_groups, self._names, self._origin.strategy, self._left) != self._strategies:
+        if strategies_of(self.param_groups, self._names, self._strategy, self._left) != self._strategies:
             raise ValueError(
                 "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the new "
                 "one, and load the state dict of this one into it"

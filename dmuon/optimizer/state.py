@@ -15,7 +15,6 @@ from dmuon.comm.agreement import differences
 from dmuon.comm.process_groups import ranks_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
-from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
 from dmuon.model.matrix_spec import Names, flat_of
@@ -487,25 +486,3 @@ def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, 
                 del values[MASTER]
         if not group["use_muon"] and param.requires_grad and (values is None or values.keys() <= {MASTER}):
             state[param] = {**new_adamw_state(param, group), **(values or {})}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
-    """What an optimizer was built with, as far as its groups and its state do not tell.
-
-    Attributes:
-        muon, adamw: options of groups that give none.
-        names: of parameters, by ``id``, as far as they are known.
-        copies: over which group DDP copies a parameter, by ``id``.
-        config: as given.
-        overlap: updates start during backward.
-        strategy: of groups that give none.
-    """
-
-    muon: dict[str, Any]
-    adamw: dict[str, Any]
-    names: dict[int, str]
-    copies: dict[int, dist.ProcessGroup]
-    config: DistributedConfig | None
-    overlap: bool
-    strategy: str | Mapping[str, str]

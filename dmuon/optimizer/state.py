@@ -16,7 +16,7 @@ from dmuon.comm.process_groups import ranks_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
 from dmuon.layout.parameters import ranks_of_mesh
-from dmuon.layout.topology import listed
+from dmuon.layout.topology import Ranks, listed
 from dmuon.model.matrix_spec import Names, flat_of
 from dmuon.optimizer.options import RARE, STRATEGY, check_options
 from dmuon.platform.log import logger
@@ -81,25 +81,8 @@ class _Row:
             self.local.zero_()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Item:
-    """What a state dict has of one parameter: its momentum, or one of AdamW's moments.
-
-    Attributes:
-        like: the parameter, or what has the shape and layout of the value.
-        what: names it.
-    """
-
-    param: Tensor
-    like: Tensor
-    what: str
-    value: Any
-
-    def is_gathered_by(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether just the ranks of ``group``, or of any, must all load it."""
-        if not needs_gather(self.like, self.value):
-            return False
-        return group is None or sorted(ranks_of(group)) == list(ranks_of_mesh(self.value.device_mesh))
+# What a state dict has of a parameter: that, what has the shape and layout of the value, what names it, and the value.
+_Item = tuple[Tensor, Tensor, str, Any]
 
 
 def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
@@ -262,11 +245,11 @@ class Momentum:
         others = [(p, group) for _, group in pairs if not group["use_muon"] for p in group["params"]]
         saved = {key: state_dict["state"].get(key, {}) for key in keys.values()}
         values = [saved[key].get(row.key) for row, key in loads]
-        items = [_Item(row.param, row.like, row.what, v) for (row, _), v in zip(loads, values, strict=True)]
+        items: list[_Item] = [(row.param, row.like, row.what, v) for (row, _), v in zip(loads, values, strict=True)]
         for param, _ in others:
             of_param = saved[keys[id(param)]]
             where = f"of {self._names[id(param)]!r} in the saved state"
-            items += [_Item(param, param, f"{key} {where}", of_param.get(key)) for key in (*MOMENTS, MASTER)]
+            items += [(param, param, f"{key} {where}", of_param.get(key)) for key in (*MOMENTS, MASTER)]
         self._require_loadable(fault, items)
         state = dict(state_dict["state"])
         _store([(row, value) for (row, _), value in zip(loads, values, strict=True)])
@@ -302,34 +285,37 @@ class Momentum:
 
     def _require_loadable(self, fault: str | None, items: Sequence[_Item]) -> None:
         """Raise ValueError on all ranks for what any of them was given. Collective over those that share parameters."""
-        kinds: dict[int, str | None] = {}
+        kinds: list[str | None] = []
+        over: list[Ranks | None] = []  # the ranks that must all load it
         groups = [group for residency in self._residencies for group in residency.loading_groups()]
-        for number, item in enumerate(items):
-            kinds[number] = "absent" if item.value is None else describe(item.value, item.like)
-            if flat_of(item.param) is not None:  # each rank loads its own, some of nothing
-                kinds[number] = ""
-            unfit = None if item.value is None else misfit(item.like, None, item.value)
-            is_shared = any(id(item.param) in members for _, members in groups)
-            if unfit is not None or kinds[number] is None:
-                fault = fault or f"{item.what} {unfit or 'was saved by another rank'}"
-                if is_shared and not isinstance(item.param, DTensor):
+        for param, like, what, value in items:
+            kind = "absent" if value is None else describe(value, like)
+            kinds.append("" if flat_of(param) is not None else kind)  # each rank loads its own, some of nothing
+            over.append(ranks_of_mesh(value.device_mesh) if needs_gather(like, value) else None)
+            unfit = None if value is None else misfit(like, None, value)
+            is_shared = any(id(param) in members for _, members in groups)
+            if unfit is not None or kinds[-1] is None:
+                fault = fault or f"{what} {unfit or 'was saved by another rank'}"
+                if is_shared and not isinstance(param, DTensor):
                     fault += "; into plain shards each rank loads its own part"
-            elif item.is_gathered_by(None) and not is_shared and not any(item.is_gathered_by(g) for g, _ in groups):
+            elif over[-1] and not is_shared and not any(over[-1] == tuple(sorted(ranks_of(g))) for g, _ in groups):
                 fault = fault or (
-                    f"{item.what} is a DTensor over ranks {listed(ranks_of_mesh(item.value.device_mesh), ' ')}, and "
-                    "nothing says whether these load it together: pass its full_tensor()"
+                    f"{what} is a DTensor over ranks {listed(over[-1], ' ')}, and nothing says whether these load it "
+                    "together: pass its full_tensor()"
                 )
         for group, members in groups * 2:  # the second time those hear of it who share nothing with the faulty rank
-            shared = [(item, kinds[i]) for i, item in enumerate(items) if id(item.param) in members]
+            shared = [(what, kinds[i]) for i, (param, _, what, _) in enumerate(items) if id(param) in members]
             of_rank = {str(i): str(kind) for i, (_, kind) in enumerate(shared)}
-            of_rank["gathered"] = str([item.what for item in items if item.is_gathered_by(group)])
+            everyone = tuple(sorted(ranks_of(group)))
+            gathered = [what for (_, _, what, _), ranks in zip(items, over, strict=True) if ranks == everyone]
+            of_rank["gathered"] = str(gathered)
             try:
                 found = differences(group, fault, of_rank)
             except ValueError as error:
                 fault = fault or str(error)
                 continue
             for one in found[:1]:
-                told = {str(i): item.what for i, (item, _) in enumerate(shared)}
+                told = {str(i): what for i, (what, _) in enumerate(shared)}
                 what = told.get(one.name, "what these ranks have and gather of the saved state")
                 first = dist.get_process_group_ranks(group)[0]
                 fault = fault or f"{what} is {one.first} on rank {first} and {one.value} on rank {one.rank}"

@@ -194,8 +194,7 @@ def dedicate_params(
         whole = roots[""] if "" in roots else nn.ModuleList(roots.values())
         check_initialize(whole, initialize)
         excluded = excluded_modules(whole)
-        if not isinstance(strategy, str):
-            require_fitting("strategy", ways, [canonical_fqn(name) for name, _ in whole.named_parameters()])
+        require_fitting("strategy", ways, [canonical_fqn(name) for name, _ in whole.named_parameters()])
         theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
         routes = with_strategies(route_to_blocks(whole, select, blocks, exclude, theirs), ways)
         for route in routes:

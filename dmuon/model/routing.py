@@ -462,7 +462,7 @@ def require_fitting(option: str, patterns: Iterable[str], names: Collection[str]
     Args:
         names: of all parameters there are, whoever takes them.
     """
-    for pattern in patterns:
+    for pattern in patterns if names else ():
         if not any(fnmatchcase(name, pattern) for name in names):
             like = ", ".join(map(repr, get_close_matches(pattern, names, 3, 0.0)))
             raise ValueError(

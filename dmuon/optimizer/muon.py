@@ -18,8 +18,9 @@ from dmuon.dedicated.dedication import Dedicated, left_to_others
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
+from dmuon.layout.matrices import ways_of
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
-from dmuon.model.routing import Exclude, Select
+from dmuon.model.routing import Exclude, Select, require_fitting
 from dmuon.optimizer.groups import (
     as_group,
     carry_over,
@@ -45,7 +46,6 @@ from dmuon.optimizer.options import (
     check_halves,
     check_names,
     check_options,
-    check_patterns,
     check_scalings,
     check_strategy,
     describe,
@@ -243,8 +243,8 @@ class Muon(torch.optim.Optimizer):
         self._built = True
         names = names_in(self.param_groups, self._canonical)
         check_halves(self.param_groups, names)
-        strategies = [strategy, *(group.get(STRATEGY) for group in self.param_groups)]
-        check_patterns(strategies, [*names.values(), *self._canonical.values()])
+        for ways in [strategy, *(group[STRATEGY] for group in self.param_groups if STRATEGY in group)]:
+            require_fitting("strategy", ways_of(ways), [*names.values(), *self._canonical.values()])
         self._wrapping = Wrapping(params, self.param_groups, by_user=distributed_config is not None)
         self._lay_out()
         # They get the optimizer as an argument, and hold none: that would keep it until a garbage collection.
@@ -307,7 +307,8 @@ class Muon(torch.optim.Optimizer):
                 super().add_param_group(as_group(group))
             if self._built:
                 names = names_in(self.param_groups, self._canonical)
-                check_patterns([group.get(STRATEGY) for group in self.param_groups[count:]], [*names.values()])
+                for ways in [group[STRATEGY] for group in self.param_groups[count:] if STRATEGY in group]:
+                    require_fitting("strategy", ways_of(ways), [*names.values()])
                 self._lay_out()
         except Exception:
             del self.param_groups[count:]

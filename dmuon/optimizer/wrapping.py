@@ -106,7 +106,7 @@ class Wrapping:
 
     Args:
         params: what the optimizer was given; a module is asked alone where its parameters are.
-        by_user: a configuration says who averages gradients, and a search that found nothing is not repeated.
+        by_user: a configuration says who averages gradients, so that copies are looked for once.
 
     Attributes:
         copies: by ``id``, over which group DDP copies plain parameters.

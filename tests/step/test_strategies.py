@@ -660,7 +660,7 @@ def automatic(rank: int, world: int) -> None:
             for n in (1, -2, "two")
         ),
         (None, TypeError, "strategy must be a name, or a mapping of patterns"),
-        ({0: "owner"}, TypeError, "strategy must map patterns of names"),
+        ({0: "owner"}, TypeError, "strategy must be a name, or a mapping of patterns"),
     ],
 )
 def test_unknown_strategies_are_refused(strategy: Any, error: type[Exception], message: str) -> None:

@@ -99,11 +99,6 @@ class Layouts:
         own = [(param, one) for param, one in self.shared if domain.ranks == one.ranks]
         return [param for param, one in own if one.is_part or one.stack is None]
 
-    def alike(self, other: Layouts) -> bool:
-        """Whether both are of the same parameters, which lie as they did."""
-        mine, theirs = ((one.placed, one.strategies, [*map(id, one.params)]) for one in (self, other))
-        return mine == theirs
-
 
 def lay_out(
     recipe: LayoutRecipe,

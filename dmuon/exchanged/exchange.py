@@ -25,7 +25,7 @@ from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
 from dmuon.layout.matrices import Region, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_replicated, ranks_of_mesh
 from dmuon.layout.topology import GlobalRank, listed
-from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of, spec_of
+from dmuon.model.matrix_spec import is_one_matrix, shape_of, spec_of
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.strategies import told
 from dmuon.platform.torch_private import has_group, local_tensor
@@ -268,10 +268,8 @@ class Exchange(Residency):
         """Those that share a parameter, as far as it tells; ascending."""
         if isinstance(param, DTensor):
             return ranks_of_mesh(param.device_mesh)
-        if (flat := flat_of(param)) is not None:
-            return tuple(sorted(GlobalRank(rank) for row in flat.ranks for rank in row))
-        group = self.copies.get(id(param))
-        return () if group is None else tuple(sorted(ranks_of(group)))
+        one = self._placed(param)
+        return () if one is None else one.ranks
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
         return self._loading

@@ -51,9 +51,9 @@ from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.dedicated.strategies import checked_strategy, chosen, with_strategies
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Topology
-from dmuon.model.blocks import BlockPredicate
+from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.matrix_spec import remember_spec
-from dmuon.model.routing import Exclude, Route, Select, notice, route_to_blocks
+from dmuon.model.routing import Exclude, Route, Select, notice, require_fitting, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, Speeds, check_options, describe_source, make_plan
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
@@ -194,6 +194,7 @@ def dedicate_params(
         whole = roots[""] if "" in roots else nn.ModuleList(roots.values())
         check_initialize(whole, initialize)
         excluded = excluded_modules(whole)
+        require_fitting("strategy", ways, [canonical_fqn(name) for name, _ in whole.named_parameters()])
         theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
         routes = with_strategies(route_to_blocks(whole, select, blocks, exclude, theirs), ways)
         for route in routes:

@@ -34,7 +34,7 @@ from dmuon.layout.topology import GlobalRank, position_in
 from dmuon.model.blocks import canonical_fqn, unwrapped
 from dmuon.model.routing import Route
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch, Shared, SharedBatch, Task
+from dmuon.step.batches import Batch, SharedBatch, Task
 from dmuon.step.normuon import RowMoments
 from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing, memberships
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
@@ -313,10 +313,9 @@ class Dedicated(Residency):
                 m, n = parts[0].shape
                 sides = min(m, n), max(m, n)
                 parcel = parts[0].parcel
-                shared = None
-                if parcel is not None and comm.tensor is not None:
-                    before.append(replace(parcel, count=len(parts)))
-                    shared = Shared(comm.tensor, before[-1], tuple(before))
+                if parcel is not None:
+                    parcel = replace(parcel, count=len(parts))
+                    before.append(parcel)
                 region = None
                 if matrix.is_split:
                     stack = (len(parts), *parts[0].local_shape)
@@ -325,9 +324,9 @@ class Dedicated(Residency):
                     offset += prod(stack)
                     row_offset += stack[0] * stack[2 if parts[0].transposed else 1]
                 size = self._runtime.plan.chunks[sides]
-                numbers = tuple(part.number for part in parts)
-                transposed = parts[0].transposed
-                tasks.append(Task(matrix.rest, position, (m, n), size, region, transposed, numbers, shared))
+                numbers, transposed = tuple(part.number for part in parts), parts[0].transposed
+                shared = (None if parcel is None else comm.tensor), parcel, tuple(before)
+                tasks.append(Task(matrix.rest, position, (m, n), size, region, transposed, numbers, *shared))
         return tasks
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:

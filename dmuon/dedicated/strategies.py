@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from dmuon.comm.context import Comm
 from dmuon.comm.domain import Domain
 from dmuon.dedicated.inspection import Inspected
-from dmuon.layout.matrices import team_size
+from dmuon.layout.matrices import team_size, ways_of
 from dmuon.model.routing import Route
 from dmuon.planning.agreed_plan import Costs
 from dmuon.planning.device_key import NsOptions
@@ -24,9 +24,7 @@ def checked_strategy(strategy: str | Mapping[str, str], plan: PlanSource) -> dic
     Raises:
         TypeError, ValueError: it does not, or the choice of ``"auto"`` is to be one of an earlier plan.
     """
-    given = {"*": strategy} if isinstance(strategy, str) else strategy
-    if not isinstance(given, Mapping) or not all(isinstance(one, str) for pair in given.items() for one in pair):
-        raise TypeError(f"strategy must be a name, or a mapping of patterns of names to names, got {strategy!r}")
+    given = ways_of(strategy)
     for name in given.values():
         if name not in ("owner", "sharded", "auto") and team_size(name) < 2:
             raise ValueError(

@@ -171,21 +171,12 @@ def _pairs(assigned: object) -> Iterator[tuple[int, int]]:
     wanted = "assign_fn must return {index: rank}, or {rank: [index, …]} with lists or tuples"
     if not isinstance(assigned, Mapping):
         raise TypeError(f"{wanted}; got {type(assigned).__name__}")
-    for key in assigned:
-        if not _is_integer(key):
-            raise TypeError(f"{wanted}; got the key {key!r}")
-    if all(_is_integer(value) for value in assigned.values()):
-        for index, rank in assigned.items():
+    by_rank = all(isinstance(value, (list, tuple)) for value in assigned.values())
+    for key, value in assigned.items():
+        for index, rank in [(index, key) for index in value] if by_rank else [(key, value)]:
+            if not (_is_integer(index) and _is_integer(rank)):
+                raise TypeError(f"{wanted}; got the index {index!r} with the rank {rank!r}")
             yield int(index), int(rank)
-    elif all(isinstance(value, (list, tuple)) for value in assigned.values()):
-        for rank, indices in assigned.items():
-            for index in indices:
-                if not _is_integer(index):
-                    raise TypeError(f"{wanted}; got the index {index!r} for rank {rank}")
-                yield int(index), int(rank)
-    else:
-        types = sorted({type(value).__name__ for value in assigned.values()})
-        raise TypeError(f"{wanted}; got values of type {', '.join(types)}")
 
 
 def _is_integer(value: object) -> bool:

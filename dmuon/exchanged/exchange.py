@@ -25,7 +25,7 @@ from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
 from dmuon.layout.matrices import Region, Strategy, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_replicated, ranks_of_mesh
 from dmuon.layout.topology import GlobalRank, listed
-from dmuon.model.matrix_spec import flat_of, is_one_matrix, shape_of, spec_of
+from dmuon.model.matrix_spec import is_one_matrix, shape_of, spec_of
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.strategies import told
 from dmuon.platform.torch_private import has_group, local_tensor
@@ -110,7 +110,7 @@ def exchange_for(
             world = dist.get_world_size() if dist.is_initialized() else 1
             owners = owners_from(state["assignments"], len(params), world)
     planned: Layouts | None = state[LAYOUTS]  # by a generated function, if the user's one has called that
-    if layouts is not None and planned is not None and planned.alike(layouts):
+    if layouts is not None and planned is not None and [*map(id, planned.params)] == [*map(id, params)]:
         layouts = replace(layouts, plans=planned.plans)
     fault = first.error
     domains: list[tuple[Domain, list[Tensor]]] = []
@@ -268,10 +268,8 @@ class Exchange(Residency):
         """Those that share a parameter, as far as it tells; ascending."""
         if isinstance(param, DTensor):
             return ranks_of_mesh(param.device_mesh)
-        if (flat := flat_of(param)) is not None:
-            return tuple(sorted(GlobalRank(rank) for row in flat.ranks for rank in row))
-        group = self.copies.get(id(param))
-        return () if group is None else tuple(sorted(ranks_of(group)))
+        one = self._placed(param)
+        return () if one is None else one.ranks
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
         return self._loading
@@ -373,9 +371,8 @@ class LayoutExchange(Exchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._tasks = tasks(self.layouts, self.owners, self._rank)
-        shared = [task.shared for task in self._tasks if task.shared is not None]
         for domain in self.layouts.domains.values():  # in one order on all of their ranks
-            parcels = [one.parcel for one in shared if one.domain is domain]
+            parcels = [task.parcel for task in self._tasks if task.domain is domain and task.parcel is not None]
             connect_copies(domain, dict.fromkeys(parcel.spread for parcel in parcels))
             connect_teams(domain, {len(parcel.team) for parcel in parcels if parcel.team})
 
@@ -410,15 +407,14 @@ class LayoutExchange(Exchange):
     def table(self) -> list[Exchanged]:
         rows = []
         for task in self._tasks:
-            index, shared = task.position, task.shared
-            assert shared is not None
-            ranks, name = shared.domain.ranks, self.names[index]
+            assert task.domain is not None and task.parcel is not None, "several ranks hold it"
+            ranks, name = task.domain.ranks, self.names[task.position]
             if not is_one_matrix(task.param):
                 first, last = task.numbers[0], task.numbers[-1]
                 name += f"[{first}]" if first == last else f"[{first}…{last}]"
-            owner = ranks[shared.parcel.owner] if shared.parcel.has_owner else None
+            owner = ranks[task.parcel.owner] if task.parcel.has_owner else None
             row = _row(task.param, name, task.shape, "plain tensors", ranks, owner)
-            rows.append(replace(row, count=task.count, strategy=shared.parcel.way))
+            rows.append(replace(row, count=task.count, strategy=task.parcel.way))
         return rows
 
     def shared(self) -> list[Sharing]:
@@ -449,7 +445,6 @@ class LayoutExchange(Exchange):
                     f"next best: {', then '.join(others) or 'nothing else was possible'}"
                 )
         for name, choice in self.layouts.choices.items():
-            here, by_owners = choice.step_ns
             way: str = choice.strategy
             on = "each rank"
             if choice.team:
@@ -457,10 +452,7 @@ class LayoutExchange(Exchange):
                 assert placed is not None, "several ranks hold it"
                 way = f"{choice.strategy}:{len(choice.team)}"
                 on = f"ranks {listed([placed.ranks[member] for member in choice.team], ' ')} each"
-            lines.append(
-                f"strategy of {name}: {way}, predicted {choice.predicted_ns / 1e6:.3f} ms on {on}; "
-                f"with it all matrices {here / 1e6:.3f} ms, by owners alone {by_owners / 1e6:.3f} ms"
-            )
+            lines.append(f"strategy of {name}: {way}, predicted {choice.predicted_ns / 1e6:.3f} ms on {on}")
         return lines
 
 

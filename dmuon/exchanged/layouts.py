@@ -45,7 +45,7 @@ from dmuon.planning.strategies import Choice, Ranking, choose, find_link, ns_per
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
 from dmuon.solver import Matrix, unmeasured_batch
-from dmuon.step.batches import Shared, Task
+from dmuon.step.batches import Task
 
 _log = logger(__name__)
 
@@ -98,11 +98,6 @@ class Layouts:
         """The parameters of which the ranks of ``domain`` exchange matrices."""
         own = [(param, one) for param, one in self.shared if domain.ranks == one.ranks]
         return [param for param, one in own if one.is_part or one.stack is None]
-
-    def alike(self, other: Layouts) -> bool:
-        """Whether both are of the same parameters, which lie as they did."""
-        mine, theirs = ((one.placed, one.strategies, [*map(id, one.params)]) for one in (self, other))
-        return mine == theirs
 
 
 def lay_out(
@@ -539,11 +534,9 @@ def _tasks_of(
                 region if flat or not is_one else None,
                 spec.transposed,
                 tuple(numbers[start:stop]),
-                Shared(
-                    domain,
-                    Parcel(stop - start, share.spread, team[0] if team else owner, strategy, team),
-                    (placed.layout, spec),
-                ),
+                domain,
+                Parcel(stop - start, share.spread, team[0] if team else owner, strategy, team),
+                (placed.layout, spec),
             )
             result.append(task)
     return result

@@ -191,6 +191,18 @@ def team_size(way: str) -> int:
     return int(number) if name == "sharded" and number.isdecimal() else 0
 
 
+def ways_of(strategy: object) -> Mapping[str, str]:
+    """Patterns of names and what they have, as a user gives them; a name alone is for all.
+
+    Raises:
+        TypeError: neither.
+    """
+    given = {"*": strategy} if isinstance(strategy, str) else strategy
+    if not isinstance(given, Mapping) or not all(isinstance(one, str) for pair in given.items() for one in pair):
+        raise TypeError(f"strategy must be a name, or a mapping of patterns of names to names, got {strategy!r}")
+    return given
+
+
 @dataclass(frozen=True)
 class Parcel:
     """``count`` matrices that lie alike and are orthogonalized in one way.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import EllipsisType
 
@@ -413,7 +414,7 @@ def _why_reparametrized(fqn: str, sites: _Sites) -> str | None:
     return None
 
 
-# -- what a user keeps on AdamW, leaving the rest to the default rule ------------------------------------------------
+# -- patterns of names -----------------------------------------------------------------------------------------------
 
 
 def exclusion(exclude: Exclude | None, names: Sequence[str]) -> _Predicate:
@@ -453,3 +454,18 @@ def exclusion(exclude: Exclude | None, names: Sequence[str]) -> _Predicate:
 def _names(pattern: str, fqn: str) -> bool:
     parts = fqn.split(".")
     return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def require_fitting(option: str, patterns: Iterable[str], names: Collection[str]) -> None:
+    """Raise ValueError for the first of ``patterns`` that fits no name, and would be ignored.
+
+    Args:
+        names: of all parameters there are, whoever takes them.
+    """
+    for pattern in patterns if names else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            like = ", ".join(map(repr, get_close_matches(pattern, names, 3, 0.0)))
+            raise ValueError(
+                f"{option}: the pattern {pattern!r} fits no parameter's name; names are those of "
+                f"model.named_parameters(), without wrappers, or those that come with tensors, such as {like}"
+            )

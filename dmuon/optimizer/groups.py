@@ -105,7 +105,7 @@ def _routed_around(model: nn.Module) -> list[tuple[Tensor, bool]]:
 def _require_averaged(model: nn.Module, outside: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raise ValueError if parameters ``outside`` a dedicated model would become others on every rank."""
     ranks = max(len(dedication.runtime.comm.ranks) for dedication in dedications(model))
-    copied = replicated_by_ddp(model)
+    copied = replicated_by_ddp(p for _, p in outside)
     alone = [n for n, p in outside if p.requires_grad and not isinstance(p, DTensor) and id(p) not in copied]
     if ranks > 1 and alone:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,8 +18,9 @@ from dmuon.dedicated.dedication import Dedicated, left_to_others
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
+from dmuon.layout.matrices import ways_of
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
-from dmuon.model.routing import Exclude, Select
+from dmuon.model.routing import Exclude, Select, require_fitting
 from dmuon.optimizer.groups import (
     as_group,
     carry_over,
@@ -37,6 +38,7 @@ from dmuon.optimizer.options import (
     MUON_OPTIONS,
     RARE,
     STATE_OPTIONS,
+    STRATEGY,
     USUAL,
     Description,
     check_functions,
@@ -53,14 +55,13 @@ from dmuon.optimizer.options import (
 )
 from dmuon.optimizer.qk_clip import QKClip
 from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
-from dmuon.optimizer.state import Momentum, Origin, copyable_origin, keep_state_of_route, origin_of_copy
+from dmuon.optimizer.state import Momentum, keep_state_of_route
 from dmuon.optimizer.wrapping import (
     Wrapping,
     blocks_of_fsdp,
     check_moment,
     fault_of_flat,
     find_residencies,
-    replicated_by_ddp,
 )
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform import host
@@ -72,7 +73,7 @@ from dmuon.step.full_replication import FullReplicationRound
 from dmuon.step.fused import Deferred, FusedRound
 from dmuon.step.half_weights import ROUNDING_STEP, Places, is_rounded, new_masters
 from dmuon.step.overlap import EarlyUpdates
-from dmuon.step.residency import MATRIX_STATE, align_gradients, lay_out
+from dmuon.step.residency import align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Schedule, Step
 from dmuon.step.update import Done, Orthogonalize
 
@@ -214,25 +215,10 @@ class Muon(torch.optim.Optimizer):
             "master_weights": master_weights,
             "bf16_stochastic_round": bf16_stochastic_round,
         }
-        copies = replicated_by_ddp(params)
         check_strategy(strategy)
-        self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward, strategy)
-        self._start()
-        self._qk_clip = qk_clip
-        self._built = False  # torch adds the first groups one by one
-        # Schedulers look here for what they may cycle.
-        super().__init__(
-            groups_from(params, select, exclude, lr_multipliers, self._origin.names),
-            {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
-        )
-        self._built = True
-        check_halves(self.param_groups, names_in(self.param_groups, self._origin.names))
-        self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
-        self._lay_out()
-        self._register_hooks()
-
-    def _start(self) -> None:
-        """What :meth:`_lay_out` finds when it is called for the first time, and what no layout decides."""
+        self._defaults = {True: defaults, False: adamw}  # of groups, by their ``use_muon``
+        self._canonical = names_of(params)  # names by ``id``, as far as they are known
+        self._config, self._overlap, self._strategy = distributed_config, overlap_backward, strategy
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
@@ -247,9 +233,21 @@ class Muon(torch.optim.Optimizer):
         self._has_functions = False  # of the user's, which say how much of an update is taken, or orthogonalize
         self._proven: set[Any] = set()  # those that orthogonalize, and shapes
         self._steps = 0
-
-    def _register_hooks(self) -> None:
-        """They get the optimizer as an argument, and hold none: that would keep it until a garbage collection."""
+        self._qk_clip = qk_clip
+        self._built = False  # torch adds the first groups one by one
+        # Schedulers look here for what they may cycle.
+        super().__init__(
+            groups_from(params, select, exclude, lr_multipliers, self._canonical),
+            {name: defaults[name] for name in ("lr", "weight_decay", "momentum")},
+        )
+        self._built = True
+        names = names_in(self.param_groups, self._canonical)
+        check_halves(self.param_groups, names)
+        for ways in [strategy, *(group[STRATEGY] for group in self.param_groups if STRATEGY in group)]:
+            require_fitting("strategy", ways_of(ways), [*names.values(), *self._canonical.values()])
+        self._wrapping = Wrapping(params, self.param_groups, by_user=distributed_config is not None)
+        self._lay_out()
+        # They get the optimizer as an argument, and hold none: that would keep it until a garbage collection.
         follow: Any = type(self)._follow
         self.register_state_dict_pre_hook(follow)  # torch keys state by the parameters of the groups
         self.register_state_dict_post_hook(self._momentum.save)
@@ -257,35 +255,17 @@ class Muon(torch.optim.Optimizer):
         self.register_load_state_dict_post_hook(self._momentum.show_loaded)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``copy`` and ``pickle``. As in torch, hooks stay behind.
-
-        Raises:
-            RuntimeError: ranks share some of the parameters.
-        """
-        origin = copyable_origin(self._origin, self.param_groups)
-        if self._qk_clip is not None:
-            raise RuntimeError(
-                "an optimizer with qk_clip, which knows the modules of its model, cannot be copied or pickled: save "
-                "optimizer.state_dict(), and load it into an optimizer that was built with a QKClip of its own model"
-            )
-        state = {}
-        for param, values in self.state.items():  # each view would be pickled with the whole stack that it shows
-            state[param] = {name: one.clone() if name in MATRIX_STATE else one for name, one in values.items()}
-        return {**super().__getstate__(), "state": state, "origin": origin}
+        """For ``copy`` and ``pickle``, which are refused."""
+        raise RuntimeError(
+            "an optimizer, which knows where its model lies, cannot be copied or pickled: save optimizer.state_dict(), "
+            "and load it into an optimizer that was built as this one was, over a model of its own"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, or as torch calls it after a load."""
-        super().__setstate__({name: value for name, value in state.items() if name != "origin"})
+        """As torch calls it after a load."""
+        super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups that are added later would get it
         self.param_groups = [as_group(group) for group in self.param_groups]
-        if "origin" in state:
-            self.state = defaultdict(dict, self.state)
-            self._origin = origin_of_copy(state["origin"])
-            self._start()
-            self._qk_clip, self._built = None, True
-            self._wrapping = Wrapping(None, (), None)
-            self._lay_out()
-            self._register_hooks()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Collective where several ranks hold matrices.
@@ -310,16 +290,15 @@ class Muon(torch.optim.Optimizer):
         count = len(self.param_groups)
         try:
             for group in routed_groups(param_group):
-                for name, value in (self._origin.muon if group["use_muon"] else self._origin.adamw).items():
+                for name, value in self._defaults[group["use_muon"]].items():
                     group.setdefault(name, value)
                 if group["use_muon"]:
                     inherit_ns(group)
-                config = self._origin.config
-                own = config is not None and recipe_of(config) is None
+                own = self._config is not None and recipe_of(self._config) is None
                 check_names(group)
                 check_options(group)
                 for param in group["params"]:
-                    check_param(param, group["use_muon"], shards=config is not None, flat=own)
+                    check_param(param, group["use_muon"], shards=self._config is not None, flat=own)
                 check_half(group)
                 for name in [name for name in RARE if name in group and group[name] == USUAL[name]]:
                     del group[name]
@@ -327,6 +306,9 @@ class Muon(torch.optim.Optimizer):
                     group.setdefault(ROUNDING_STEP, 0)  # before a step, for who loads into what state dicts have
                 super().add_param_group(as_group(group))
             if self._built:
+                names = names_in(self.param_groups, self._canonical)
+                for ways in [group[STRATEGY] for group in self.param_groups[count:] if STRATEGY in group]:
+                    require_fitting("strategy", ways_of(ways), [*names.values()])
                 self._lay_out()
         except Exception:
             del self.param_groups[count:]
@@ -343,25 +325,25 @@ class Muon(torch.optim.Optimizer):
         self._device = next(devices, torch.device("cpu"))
         self._timer = PhaseTimer(self._device)
         restore_specs(self._split)
-        carry_over(self.param_groups, self._laid_out or [], self._origin.names, self._specs)
+        carry_over(self.param_groups, self._laid_out or [], self._canonical, self._specs)
         held = {id(p) for group in self.param_groups for p in group["params"]}
         for gone in [p for p in self.state if id(p) not in held]:
             del self.state[gone]
         left = {key for ids in self._laid_out or [] for key in ids} - held  # ids that others may get from now on
-        for known in (self._origin.names, self._origin.copies):
+        for known in (self._canonical, self._wrapping.copies):
             for key in left & known.keys():
                 del known[key]
         if self._early is not None:
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
-        self._names = names_in(self.param_groups, self._origin.names)  # by id of the parameter
+        self._names = names_in(self.param_groups, self._canonical)  # by id of the parameter
         self._wrapping.note(self.param_groups)
         planned = next((g for g in self.param_groups if g["use_muon"] and g["params"]), None)
         ns = NsOptions.named(planned or {})
         self._left = {key: strategy for key, (strategy, _) in left_to_others().items()}
-        self._strategies = strategies_of(self.param_groups, self._names, self._origin.strategy, self._left)
+        self._strategies = strategies_of(self.param_groups, self._names, self._strategy, self._left)
         residencies = find_residencies(
-            muon, self._names, self._origin, self._device, self._exchange, ns, self._strategies
+            muon, self._names, self._config, self._wrapping.copies, self._device, self._exchange, ns, self._strategies
         )
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
@@ -410,7 +392,7 @@ class Muon(torch.optim.Optimizer):
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
         self._early = None
         alone = [round_ for round_ in rounds if isinstance(round_, AloneRound)]
-        if self._origin.overlap and alone:
+        if self._overlap and alone:
             group_of = partial(_group_of, weakref.ref(self))
             self._early = EarlyUpdates(alone, group_of, self._momentum.shown, self._proven, self._device)
             for dedicated in self._dedicated:  # which hold it weakly
@@ -468,9 +450,7 @@ class Muon(torch.optim.Optimizer):
                 CUDA graph is being captured, or if the model has other parameters by now.
             TypeError, ValueError: options, state or gradients that cannot be used.
         """
-        check_moment(self._device, self._wrapping, copied=bool(self._origin.copies), params=self._names.keys())
-        if not self._steps:
-            self._wrapping.note(self.param_groups)  # of a copy, the model may have been copied after it
+        check_moment(self._device, self._wrapping, self._names.keys())
         self.flush()
         loss = None
         if closure is not None:
@@ -510,12 +490,12 @@ class Muon(torch.optim.Optimizer):
         if self._wrapping.follow(self.param_groups, self._names):
             self._lay_out()
         if not self._is_as_laid_out():
-            self._names = names_in(self.param_groups, self._origin.names)
+            self._names = names_in(self.param_groups, self._canonical)
             self._places = Places(self._names)
             self._wrapping.note(self.param_groups)
             for group in self.param_groups:
                 keep_state_of_route(group, self.state)
-        self._wrapping.require_averaged(self.param_groups, self._names, by_user=self._origin.config is not None)
+        self._wrapping.require_averaged(self.param_groups, self._names)
         align_gradients(self.param_groups, self._names)
         described = [*map(describe, self.param_groups)]
         if described != self._checked:
@@ -538,7 +518,7 @@ class Muon(torch.optim.Optimizer):
 
     def _check_edited(self) -> None:
         """Refuse options by which everything was laid out, if they are others now, and follow the modes of decay."""
-        if strategies_of(self.param_groups, self._names, self._origin.strategy, self._left) != self._strategies:
+        if strategies_of(self.param_groups, self._names, self._strategy, self._left) != self._strategies:
             raise ValueError(
                 "the strategy of a group was edited, by which matrices were laid out: build an optimizer with the new "
                 "one, and load the state dict of this one into it"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import HALF, check_storage, coefficient_sequence, storage_dtype, update_scale
-from dmuon.layout.matrices import Strategy, team_size
+from dmuon.layout.matrices import Strategy, team_size, ways_of
 from dmuon.model.matrix_spec import Names, flat_of, is_one_matrix, shape_of
 from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.adamuon import ElementMoments
@@ -327,15 +327,7 @@ def check_functions(groups: Groups, rounds: Iterable[Round], proven: set[Any]) -
 
 def check_strategy(strategy: object) -> None:
     """Raise TypeError or ValueError for what ``strategy=`` cannot be: no name, and no mapping of patterns to names."""
-    names = list(strategy.values()) if isinstance(strategy, Mapping) else [strategy]
-    if isinstance(strategy, Mapping) and not all(isinstance(pattern, str) for pattern in strategy):
-        raise TypeError(f"strategy must map patterns of names of parameters to strategies, got {strategy!r}")
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(
-                f"strategy must be a name, or a mapping of patterns of names of parameters to names, got {name!r}; "
-                f"use one of {', '.join(STRATEGIES)}"
-            )
+    for name in ways_of(strategy).values():
         if name not in STRATEGIES and team_size(name) < 2:
             raise ValueError(
                 f"strategy={name!r} is unknown; use one of {', '.join(STRATEGIES)}, or 'sharded:2' or more"
@@ -362,9 +354,7 @@ def strategies_of(
         given = group.get(STRATEGY, default) if group["use_muon"] else "owner"
         for param in group["params"] if given != "owner" or (left and group["use_muon"]) else ():
             name = names[id(param)]
-            chosen: Any = given
-            if isinstance(given, Mapping):
-                chosen = next((way for pattern, way in given.items() if fnmatchcase(name, pattern)), "owner")
+            chosen = next((way for pattern, way in ways_of(given).items() if fnmatchcase(name, pattern)), "owner")
             if id(param) in left:
                 if chosen not in ("owner", "sharded", left[id(param)]) and not team_size(chosen):
                     raise ValueError(

@@ -1,9 +1,9 @@
-"""The state of an optimizer, momentum and AdamW's moments: what users see of it, state dicts, and copies."""
+"""The state of an optimizer, momentum and AdamW's moments: what users see of it, and state dicts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +15,15 @@ from dmuon.comm.agreement import differences
 from dmuon.comm.process_groups import ranks_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
-from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
-from dmuon.layout.topology import listed
-from dmuon.model.matrix_spec import MatrixSpec, Names, flat_of, remember_spec, spec_of
+from dmuon.layout.topology import Ranks, listed
+from dmuon.model.matrix_spec import Names, flat_of
 from dmuon.optimizer.options import RARE, STRATEGY, check_options
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import MOMENTS, as_step, moments_dtype, new_adamw_state
-from dmuon.step.half_weights import MASTER, has_master, is_widened, new_master
+from dmuon.step.half_weights import MASTER, has_master, new_master
 from dmuon.step.residency import MATRIX_STATE, MOMENTUM, Residency, laid_out, like_param, misfit, needs_gather
 from dmuon.step.scaling import Scaling
 
@@ -82,25 +81,8 @@ class _Row:
             self.local.zero_()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Item:
-    """What a state dict has of one parameter: its momentum, or one of AdamW's moments.
-
-    Attributes:
-        like: the parameter, or what has the shape and layout of the value.
-        what: names it.
-    """
-
-    param: Tensor
-    like: Tensor
-    what: str
-    value: Any
-
-    def is_gathered_by(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether just the ranks of ``group``, or of any, must all load it."""
-        if not needs_gather(self.like, self.value):
-            return False
-        return group is None or sorted(ranks_of(group)) == list(ranks_of_mesh(self.value.device_mesh))
+# What a state dict has of a parameter: that, what has the shape and layout of the value, what names it, and the value.
+_Item = tuple[Tensor, Tensor, str, Any]
 
 
 def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
@@ -144,7 +126,7 @@ class Momentum:
         self._names: Names = {}
         self.replaced: list[tuple[_Row, Tensor | None]] = []
         self._residencies: list[Residency] = []
-        self._loaded: dict[Tensor, dict[str, Any]] = {}  # state of AdamW that is wider than its parameter
+        self._loaded: dict[Tensor, dict[str, Any]] = {}  # state of AdamW, which may be wider than its parameter
 
     def lay_out(
         self,
@@ -238,7 +220,7 @@ class Momentum:
         state = {i: dict(values) for i, values in enumerate(held) if values is not None}
         for i, values in state.items():
             for key in _OF_MUON:
-                if key in values:  # a copy of the optimizer that took no step yet has no residency
+                if key in values:  # a master of AdamW's has no row
                     row, value = rows.get((id(params[i]), key)), values[key]
                     values[key] = value.clone() if row is None else row.residency.saved(row.like, value)
             if values and flat_of(params[i]) is not None:
@@ -254,7 +236,7 @@ class Momentum:
         Raises:
             ValueError: on all ranks that share parameters, if any of them cannot load what it was given.
         """
-        fault = loading_fault(state_dict, optimizer.param_groups)
+        fault = next(_loading_faults(state_dict, optimizer.param_groups), None)
         saved_groups = state_dict["param_groups"] if fault is None else []
         # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
         pairs = list(zip(saved_groups, optimizer.param_groups, strict=False))
@@ -263,11 +245,11 @@ class Momentum:
         others = [(p, group) for _, group in pairs if not group["use_muon"] for p in group["params"]]
         saved = {key: state_dict["state"].get(key, {}) for key in keys.values()}
         values = [saved[key].get(row.key) for row, key in loads]
-        items = [_Item(row.param, row.like, row.what, v) for (row, _), v in zip(loads, values, strict=True)]
+        items: list[_Item] = [(row.param, row.like, row.what, v) for (row, _), v in zip(loads, values, strict=True)]
         for param, _ in others:
             of_param = saved[keys[id(param)]]
             where = f"of {self._names[id(param)]!r} in the saved state"
-            items += [_Item(param, param, f"{key} {where}", of_param.get(key)) for key in (*MOMENTS, MASTER)]
+            items += [(param, param, f"{key} {where}", of_param.get(key)) for key in (*MOMENTS, MASTER)]
         self._require_loadable(fault, items)
         state = dict(state_dict["state"])
         _store([(row, value) for (row, _), value in zip(loads, values, strict=True)])
@@ -275,11 +257,9 @@ class Momentum:
             key = keys[id(param)]
             present, name = optimizer.state.get(param, {}), repr(self._names[id(param)])
             of_param = adamw_state(saved[key], param, present, name, group)
-            state[key] = of_param
-            if of_param is None:
-                del state[key]
-            elif is_widened(group, param):
-                self._loaded[param] = {name: of_param.pop(name) for name in (*MOMENTS, MASTER) if name in of_param}
+            state.pop(key, None)
+            if of_param is not None:
+                self._loaded[param] = of_param
         for (row, key), value in zip(loads, values, strict=True):
             kept = {n: v for n, v in state.pop(key, {}).items() if n not in (*_OF_MUON, *_ADAMW_STATE)}
             if value is None and not row.is_trained:
@@ -293,9 +273,8 @@ class Momentum:
         return {**state_dict, "state": state, "param_groups": groups}
 
     def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Show the momentum again: a load has made a new state, of which all had the dtype of the parameters."""
-        for param, values in self._loaded.items():
-            optimizer.state[param].update(values)
+        """Show what was loaded: torch has made a new state, in which all would have the dtype of the parameters."""
+        optimizer.state.update(self._loaded)
         self._loaded.clear()
         for row in self._rows:
             shown = self.shown.get(id(row.like))
@@ -306,34 +285,37 @@ class Momentum:
 
     def _require_loadable(self, fault: str | None, items: Sequence[_Item]) -> None:
         """Raise ValueError on all ranks for what any of them was given. Collective over those that share parameters."""
-        kinds: dict[int, str | None] = {}
+        kinds: list[str | None] = []
+        over: list[Ranks | None] = []  # the ranks that must all load it
         groups = [group for residency in self._residencies for group in residency.loading_groups()]
-        for number, item in enumerate(items):
-            kinds[number] = "absent" if item.value is None else describe(item.value, item.like)
-            if flat_of(item.param) is not None:  # each rank loads its own, some of nothing
-                kinds[number] = ""
-            unfit = None if item.value is None else misfit(item.like, None, item.value)
-            is_shared = any(id(item.param) in members for _, members in groups)
-            if unfit is not None or kinds[number] is None:
-                fault = fault or f"{item.what} {unfit or 'was saved by another rank'}"
-                if is_shared and not isinstance(item.param, DTensor):
+        for param, like, what, value in items:
+            kind = "absent" if value is None else describe(value, like)
+            kinds.append("" if flat_of(param) is not None else kind)  # each rank loads its own, some of nothing
+            over.append(ranks_of_mesh(value.device_mesh) if needs_gather(like, value) else None)
+            unfit = None if value is None else misfit(like, None, value)
+            is_shared = any(id(param) in members for _, members in groups)
+            if unfit is not None or kinds[-1] is None:
+                fault = fault or f"{what} {unfit or 'was saved by another rank'}"
+                if is_shared and not isinstance(param, DTensor):
                     fault += "; into plain shards each rank loads its own part"
-            elif item.is_gathered_by(None) and not is_shared and not any(item.is_gathered_by(g) for g, _ in groups):
+            elif over[-1] and not is_shared and not any(over[-1] == tuple(sorted(ranks_of(g))) for g, _ in groups):
                 fault = fault or (
-                    f"{item.what} is a DTensor over ranks {listed(ranks_of_mesh(item.value.device_mesh), ' ')}, and "
-                    "nothing says whether these load it together: pass its full_tensor()"
+                    f"{what} is a DTensor over ranks {listed(over[-1], ' ')}, and nothing says whether these load it "
+                    "together: pass its full_tensor()"
                 )
         for group, members in groups * 2:  # the second time those hear of it who share nothing with the faulty rank
-            shared = [(item, kinds[i]) for i, item in enumerate(items) if id(item.param) in members]
+            shared = [(what, kinds[i]) for i, (param, _, what, _) in enumerate(items) if id(param) in members]
             of_rank = {str(i): str(kind) for i, (_, kind) in enumerate(shared)}
-            of_rank["gathered"] = str([item.what for item in items if item.is_gathered_by(group)])
+            everyone = tuple(sorted(ranks_of(group)))
+            gathered = [what for (_, _, what, _), ranks in zip(items, over, strict=True) if ranks == everyone]
+            of_rank["gathered"] = str(gathered)
             try:
                 found = differences(group, fault, of_rank)
             except ValueError as error:
                 fault = fault or str(error)
                 continue
             for one in found[:1]:
-                told = {str(i): item.what for i, (item, _) in enumerate(shared)}
+                told = {str(i): what for i, (what, _) in enumerate(shared)}
                 what = told.get(one.name, "what these ranks have and gather of the saved state")
                 first = dist.get_process_group_ranks(group)[0]
                 fault = fault or f"{what} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
@@ -353,12 +335,8 @@ def _complete(param: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
 _ADAMW_STATE = ("step", *MOMENTS)
 
 
-def loading_fault(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why an optimizer with ``groups`` cannot load ``state_dict``, apart from the tensors in it; None if it can."""
-    return next(_loading_faults(state_dict, groups), None)
-
-
 def _loading_faults(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Why an optimizer with ``groups`` cannot load ``state_dict``, apart from the tensors in it."""
     saved, states = state_dict.get("param_groups"), state_dict.get("state")
     if (
         not (isinstance(saved, (list, tuple)) and isinstance(states, Mapping))
@@ -494,61 +472,3 @@ def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, 
                 del values[MASTER]
         if not group["use_muon"] and param.requires_grad and (values is None or values.keys() <= {MASTER}):
             state[param] = {**new_adamw_state(param, group), **(values or {})}
-
-
-# -- copies of optimizers whose parameters one process has to itself ---------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
-    """What an optimizer was built with, as far as its groups and its state do not tell.
-
-    Attributes:
-        muon, adamw: options of groups that give none.
-        names: of parameters, by ``id``, as far as they are known.
-        copies: over which group DDP copies a parameter, by ``id``.
-        config: as given.
-        overlap: updates start during backward.
-        strategy: of groups that give none.
-    """
-
-    muon: dict[str, Any]
-    adamw: dict[str, Any]
-    names: dict[int, str]
-    copies: dict[int, dist.ProcessGroup]
-    config: DistributedConfig | None
-    overlap: bool
-    strategy: str | Mapping[str, str]
-
-
-Copyable = tuple[Origin, list[tuple[Tensor, str | None, MatrixSpec | None]]]  # with each parameter's name and matrices
-
-
-def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> Copyable:
-    """``origin`` without ids, which no copy shares.
-
-    Raises:
-        RuntimeError: the optimizer communicates, and process groups live in one process.
-    """
-    described: list[tuple[Tensor, str | None, MatrixSpec | None]] = []
-    for use_muon, param in ((group["use_muon"], param) for group in groups for param in group["params"]):
-        name = origin.names.get(id(param))
-        shared = isinstance(param, (OwnedTensor, DTensor)) or flat_of(param) is not None
-        if shared or id(param) in origin.copies or origin.config is not None:
-            name = param.fqn if isinstance(param, OwnedTensor) else name or "its first one"
-            raise RuntimeError(
-                f"an optimizer of parameters that ranks share, such as {name!r}, cannot be copied or pickled: save "
-                "optimizer.state_dict(), and load it into an optimizer that was built as this one was, over a model of "
-                "its own"
-            )
-        described.append((param, name, spec_of(param) if use_muon else None))
-    return replace(origin, names={}, copies={}), described
-
-
-def origin_of_copy(copied: Copyable) -> Origin:
-    """What :func:`copyable_origin` made, after it was copied or unpickled."""
-    origin, described = copied
-    for param, _, spec in described:
-        if spec is not None:
-            remember_spec(param, spec)
-    return replace(origin, names={id(param): name for param, name, _ in described if name is not None})

@@ -24,6 +24,7 @@ from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
 from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies, left_to_others, planned_ns
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
+from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
@@ -37,7 +38,6 @@ from dmuon.model.matrix_spec import (
     remember_spec,
     spec_of,
 )
-from dmuon.optimizer.state import Origin
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.host import all_living
 from dmuon.platform.log import logger
@@ -63,15 +63,11 @@ _Site = tuple[Tensor, weakref.ref[nn.Module], str]  # a parameter, a module that
 _log = logger(__name__)
 
 
-def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
-    """The group over which ``DistributedDataParallel`` or ``replicate`` averages a parameter's gradient, by ``id``."""
-    return _copied_by(params.modules()) if isinstance(params, nn.Module) else {}
+def replicated_by_ddp(tensors: Iterable[Tensor]) -> dict[int, dist.ProcessGroup]:
+    """The group over which ``DistributedDataParallel`` or ``replicate`` averages a parameter's gradient, by ``id``.
 
-
-def replicated_by_any(tensors: Iterable[Tensor]) -> dict[int, dist.ProcessGroup]:
-    """The same of parameters, by whichever module that lives: they may have been given alone, or been wrapped since.
-
-    The collector of garbage knows all modules. Where nothing communicates it is not asked.
+    By whichever module that lives: parameters may have been given alone, or been wrapped since. The collector of
+    garbage knows all modules. Where nothing communicates it is not asked.
     """
     wanted = {id(tensor) for tensor in tensors if not isinstance(tensor, DTensor)}
     if not wanted or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -110,16 +106,17 @@ class Wrapping:
 
     Args:
         params: what the optimizer was given; a module is asked alone where its parameters are.
-        copies: of plain parameters, over which group DDP copies them; what is found is added. None where that does
-            not matter.
+        by_user: a configuration says who averages gradients, so that copies are looked for once.
 
     Attributes:
+        copies: by ``id``, over which group DDP copies plain parameters.
         ddp: modules that DDP has made around parameters of the groups.
     """
 
-    def __init__(self, params: object, groups: _Groups, copies: dict[int, dist.ProcessGroup] | None) -> None:
+    def __init__(self, params: object, groups: _Groups, *, by_user: bool) -> None:
         self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
-        self._copies = copies
+        self.copies: dict[int, dist.ProcessGroup] = {}
+        self._by_user = by_user
         self._sites: dict[int, _Site] = {}  # by ``id`` of the parameter
         self._wraps = -1  # as many as there were when copies were looked for
         self._frozen: list[Tensor] | None = None  # what nobody would average; None before anyone has looked
@@ -153,7 +150,7 @@ class Wrapping:
             module = ref()
             if module is not None and module._parameters.get(name) is not param:
                 moved[key] = module._parameters.get(name)
-        if not moved and (self._copies is None or self._wraps == len(ddp_wraps())):
+        if not moved and (self._by_user or self._wraps == len(ddp_wraps())):
             return False
         if moved:
             self._require_held(moved, groups, names)
@@ -192,11 +189,8 @@ class Wrapping:
                 "load_state_dict(assign=True) or a wrapper; build the optimizer after that"
             )
 
-    def require_averaged(self, groups: _Groups, names: Names, *, by_user: bool) -> None:
+    def require_averaged(self, groups: _Groups, names: Names) -> None:
         """Look once for each layout, and when something is trained that was frozen and that nobody averages.
-
-        Args:
-            by_user: a configuration was given.
 
         Raises:
             RuntimeError: DistributedDataParallel holds a trained parameter that its reducer does not know.
@@ -205,11 +199,11 @@ class Wrapping:
             return
         params = [param for group in groups for param in group["params"]]
         self._told &= set(map(id, params))  # others may get the ids of those that are gone
-        alone = [] if by_user else [p for p in params if not isinstance(p, DTensor) and flat_of(p) is None]
+        alone = [] if self._by_user else [p for p in params if not isinstance(p, DTensor) and flat_of(p) is None]
         if not dist.is_initialized() or dist.get_world_size() == 1:
             alone = []
         if alone:
-            known = replicated_by_any(alone).keys() | averaged_by_dmuon()
+            known = replicated_by_ddp(alone).keys() | averaged_by_dmuon()
             alone = [param for param in alone if id(param) not in known]
         trained = [param for param in alone if param.requires_grad and id(param) not in self._told]
         if trained:
@@ -219,18 +213,15 @@ class Wrapping:
 
     def _find_copies(self, groups: _Groups) -> dict[int, dist.ProcessGroup]:
         """What was not known before, by ``id``. All modules are searched only if DDP has wrapped another one."""
-        if self._copies is None or self._wraps == (wraps := len(ddp_wraps())):
+        wraps = len(ddp_wraps())
+        if self._wraps == wraps or (self._by_user and self._wraps >= 0):
             return {}
         self._wraps = wraps
-        params = (param for group in groups for param in group["params"])
-        found = replicated_by_any(p for p in params if not isinstance(p, DTensor) and id(p) not in self._copies)
-        self._copies.update(found)
-        if self._copies:
-            model = None if self._model is None else self._model()
-            held = {id(p) for group in groups for p in group["params"]}
-            inside = [] if model is None else model.modules()
-            around = [module for module in inside if isinstance(module, nn.parallel.DistributedDataParallel)]
-            around = around or all_living(nn.parallel.DistributedDataParallel)
+        params = [param for group in groups for param in group["params"]]
+        found = replicated_by_ddp(p for p in params if id(p) not in self.copies)
+        self.copies.update(found)
+        if self.copies:
+            held, around = set(map(id, params)), all_living(nn.parallel.DistributedDataParallel)
             self.ddp = [weakref.ref(m) for m in around if any(id(p) in held for p in m.parameters())]
         return found
 
@@ -364,7 +355,8 @@ def in_original_shapes(params: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
 def find_residencies(
     params: Sequence[Tensor],
     names: Names,
-    origin: Origin,
+    config: DistributedConfig | None,
+    copies: Mapping[int, dist.ProcessGroup],
     device: torch.device,
     last: Exchange | None,
     ns: NsOptions,
@@ -378,7 +370,7 @@ def find_residencies(
     if (flat_fault := fault_of_flat(others)) is not None:
         raise flat_fault
     # Frozen, or without elements, which only a configuration, or FSDP1, tells from the shard of a matrix.
-    shards = [p for p in others if flat_of(p) or not (origin.config is None or isinstance(p, DTensor))]
+    shards = [p for p in others if flat_of(p) or not (config is None or isinstance(p, DTensor))]
     may_be_empty = set(map(id, shards))
     idle = [p for p in others if not p.requires_grad or (p.numel() == 0 and id(p) not in may_be_empty)]
     without = set(map(id, idle))
@@ -386,12 +378,11 @@ def find_residencies(
     for fault in filter(None, map(fault_of, others)):
         raise ValueError(fault)
     labels = [names[id(p)] for p in others]
-    copies = origin.copies
-    if origin.config is None and dist.is_initialized():
+    if config is None and dist.is_initialized():
         left = left_to_others()
-        copies = copies | {id(p): left[id(p)][1] for p in others if id(p) in left and not isinstance(p, DTensor)}
+        copies = {**copies} | {id(p): left[id(p)][1] for p in others if id(p) in left and not isinstance(p, DTensor)}
     owned = planned_ns({runtime for param in params if (runtime := runtime_of(param)) is not None})
-    exchange = exchange_for(origin.config, copies, others, labels, device, last, ns, strategies, owned)
+    exchange = exchange_for(config, copies, others, labels, device, last, ns, strategies, owned)
     alone = [*idle, *(others if exchange is None else exchange.alone())]
     dedicated = dedicated_residencies(params)
     return [*dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]
@@ -435,12 +426,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_NAMED])) + more
 
 
-def check_moment(device: torch.device, wrapping: Wrapping, *, copied: bool, params: Set[int]) -> None:
+def check_moment(device: torch.device, wrapping: Wrapping, params: Set[int]) -> None:
     """Refuse a step where it would be recorded, be early, or wait for ranks that take none.
 
     Args:
-        wrapping: of the model, which may let ranks leave a loop early.
-        copied: DDP averages gradients.
+        wrapping: of the model, in which DDP may average gradients, or let ranks leave a loop early.
         params: ids of what the optimizer trains.
     """
     if is_capturing(device):
@@ -448,8 +438,8 @@ def check_moment(device: torch.device, wrapping: Wrapping, *, copied: bool, para
             "Muon.step() was called while a CUDA graph is being captured, which would replay this step's learning "
             "rate, votes and addresses for ever; capture forward and backward alone, and call step() outside"
         )
-    if current_backward() is not None and (copied or averaged_by_dmuon() & params):
-        who = "DistributedDataParallel" if copied else "dmuon"
+    if current_backward() is not None and (wrapping.copies or averaged_by_dmuon() & params):
+        who = "DistributedDataParallel" if wrapping.copies else "dmuon"
         raise RuntimeError(
             f"Muon.step() was called inside backward, in which {who} has not averaged all gradients yet; call step() "
             "when backward() has returned"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -41,8 +40,8 @@ def measure(
     """Time momentum, Newton–Schulz and weight update together, for each shape and batch size in ``work``.
 
     Every shape's smallest batch is timed before any shape's next. What does not fit ``budget_s`` or the device's memory
-    is left out. Newton–Schulz runs as it does in a step. Medians do not fall with batch size. On the CPU as many
-    threads work as torch is set to. Call :func:`build_kernels` before: compiling counts like anything else.
+    is left out. Newton–Schulz runs as it does in a step. On the CPU as many threads work as torch is set to.
+    Call :func:`build_kernels` before: compiling counts like anything else.
 
     Args:
         work: shape (small side, large side) to batch sizes.
@@ -73,7 +72,7 @@ def measure(
                     continue
                 rate = max(rate, k * flops / timing.median_ns)
                 result.setdefault(shape, {})[k] = timing
-    return {shape: _isotonic(timings) for shape, timings in sorted(result.items())}
+    return {shape: dict(sorted(timings.items())) for shape, timings in sorted(result.items())}
 
 
 def build_kernels(
@@ -139,15 +138,6 @@ def _summary(samples: Sequence[int]) -> Timing:
     last = len(ordered) - 1
     low, middle, high = (max(1, ordered[round(last * q)]) for q in (0.1, 0.5, 0.9))
     return Timing(middle, low, high, len(ordered))
-
-
-def _isotonic(timings: Mapping[int, Timing]) -> dict[int, Timing]:
-    result: dict[int, Timing] = {}
-    floor = 0
-    for k, t in sorted(timings.items()):
-        floor = max(floor, t.median_ns)
-        result[k] = replace(t, median_ns=floor, p90_ns=max(t.p90_ns, floor))
-    return result
 
 
 @contextmanager

@@ -74,13 +74,11 @@ class Choice:
 
     Attributes:
         predicted_ns: what it takes on each rank that does so.
-        step_ns: what all matrices are predicted to take together, and by owners alone.
         team: positions of these ranks; empty for all.
     """
 
     strategy: Strategy
     predicted_ns: float
-    step_ns: tuple[float, float]
     team: tuple[Position, ...] = ()
 
 
@@ -152,15 +150,14 @@ def choose(
     chosen = min(ways, key=ways.__getitem__)
     chosen = chosen if ways[chosen] <= (1 - _ERROR) * ways["owner"] else "owner"
     ranking = tuple(sorted(ways.items(), key=lambda way: (way[0] != chosen, way[1])))
-    step_ns = ways[chosen], plan.solution.makespan_ns + exchange_ns
     if chosen == "replicated":
-        return dict.fromkeys(small, Choice("replicated", everything / len(matrices), step_ns)), plan, ranking
+        return dict.fromkeys(small, Choice("replicated", everything / len(matrices))), plan, ranking
     _, of_rest, teams = with_teams if chosen == "sharded" else by_owners
     choices = {}
     for matrix in (matrix for matrix in matrices if matrix.name in teams):
         team = teams[matrix.name]
         some = team if len(team) < plan.world else ()
-        choices[matrix.name] = Choice("sharded", times[matrix.shape, len(team)], step_ns, some)
+        choices[matrix.name] = Choice("sharded", times[matrix.shape, len(team)], some)
     return choices, of_rest, ranking
 
 

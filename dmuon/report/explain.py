@@ -110,7 +110,7 @@ def _tensors(
         groups = {id(p): group["use_muon"] for group in optimizer.param_groups for p in group["params"]}
         inside = set(map(id, params.values()))
         beside = (p for group in optimizer.param_groups for p in group["params"] if id(p) not in inside)
-        names = names_in(optimizer.param_groups, optimizer._origin.names)
+        names = names_in(optimizer.param_groups, optimizer._canonical)
         params |= {names[id(p)]: p for p in beside}
     muon: list[_Tensor] = []
     rest: list[_Tensor] = []

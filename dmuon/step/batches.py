@@ -18,21 +18,6 @@ from dmuon.step.half_weights import Places, take_edits
 _SMALL_PART = 2**16  # elements: what is elementwise takes less time than to start it
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Which ranks hold matrices together, where the pieces lie, and who orthogonalizes them.
-
-    Attributes:
-        within: where matrices of one parcel lie in a parameter that is several: whatever is equal on all ranks if it is
-            on one, and tells every rank's region. A rank's own region would not do: of two parameters it may have
-            nothing at all, while others have parts that lie in different ways.
-    """
-
-    domain: Domain
-    parcel: Parcel
-    within: object = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
     """Matrices of one parameter that lie alike and have one owner, as this rank sees them.
@@ -45,7 +30,11 @@ class Task:
         region: where in the local tensor the matrices lie, if that is more than one matrix.
         transposed: matrices are stored ``(in, out)``.
         numbers: of the matrices in the parameter; of any length if that is one matrix.
-        shared: with which ranks; None if this rank has the matrices alone.
+        domain: the ranks that hold the matrices together; None if this rank has them alone.
+        parcel: where the pieces lie, and who orthogonalizes them; None likewise.
+        within: where matrices of one parcel lie in a parameter that is several: whatever is equal on all ranks if it is
+            on one, and tells every rank's region. A rank's own region would not do: of two parameters it may have
+            nothing at all, while others have parts that lie in different ways.
     """
 
     param: Tensor
@@ -55,7 +44,9 @@ class Task:
     region: Region | None = None
     transposed: bool = False
     numbers: tuple[int, ...] = (0,)
-    shared: Shared | None = None
+    domain: Domain | None = None
+    parcel: Parcel | None = None
+    within: object = None
 
     @property
     def count(self) -> int:
@@ -350,7 +341,8 @@ def make_batches(
                 region, numbers = task.region.part(start, end), task.numbers[start:end]
                 batches.append(_batch(task, [param], [momentum[id(param)]], region, numbers, None))
         else:
-            lies = task.shared or (local.shape, task.region)
+            shared = (task.domain, task.parcel, task.within)
+            lies = (local.shape, task.region) if task.domain is None else shared
             kind = (param.shape, local.dtype, local.device, task.batch_size, lies)
             alike.setdefault((kind, task.numbers, task.transposed), []).append(task)
     for members in alike.values():
@@ -378,10 +370,9 @@ def _batch(
     if region is not None and len(momenta) == 1 and region.is_slice:
         stacked = region.take(momenta[0])
     fields = (params, momenta, task.position, task.shape, region, task.transposed, numbers, stacked)
-    if task.shared is None:
+    if task.domain is None or task.parcel is None:
         return Batch(*fields)
-    parcel = replace(task.shared.parcel, count=len(params) * len(numbers))
-    return SharedBatch(*fields, task.shared.domain, parcel)
+    return SharedBatch(*fields, task.domain, replace(task.parcel, count=len(params) * len(numbers)))
 
 
 def _zeros(shape: Sequence[int], like: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:

@@ -103,10 +103,10 @@ FORM = r"assign_fn must return \{index: rank\}.*; got "
         ({0: 0, 1: 0, 2: 7}, ValueError, "Invalid rank 7 for parameter 2"),
         ({-1: [0, 1, 2]}, ValueError, "Invalid rank -1 for parameter 0"),
         ([0, 1, 0], TypeError, FORM + "list"),
-        ({"layer": 0}, TypeError, FORM + "the key 'layer'"),
-        ({0: 0, 1: [1, 2]}, TypeError, FORM + "values of type int, list"),
-        ({0: 1.0}, TypeError, FORM + "values of type float"),
-        ({0: [0, "1"]}, TypeError, FORM + "the index '1' for rank 0"),
+        ({"layer": 0}, TypeError, FORM + "the index 'layer' with the rank 0"),
+        ({0: 0, 1: [1, 2]}, TypeError, FORM + r"the index 1 with the rank \[1, 2\]"),
+        ({0: 1.0}, TypeError, FORM + "the index 0 with the rank 1.0"),
+        ({0: [0, "1"]}, TypeError, FORM + "the index '1' with the rank 0"),
     ],
 )
 def test_another_assignment_is_refused(assigned: object, error: type[Exception], message: str) -> None:

@@ -125,7 +125,7 @@ def test_experts_are_exchanged_by_the_ranks_that_hold_them_and_no_others(rank: i
     first, count = (0, -(-experts // 2)) if rank < 2 else (-(-experts // 2), experts // 2)
     exchange = exchange_of(optimizer)
     tasks = [task for task in exchange.tasks() if task.param is stack]
-    assert {task.shared.domain.ranks for task in tasks if task.shared} == ({pair} if count else set())
+    assert {task.domain.ranks for task in tasks if task.domain} == ({pair} if count else set())
     assert sorted(number for task in tasks for number in task.numbers) == [*range(first, first + count)]
     if count:
         owners = exchange.layouts.plans[pair].owners
@@ -202,7 +202,7 @@ def test_a_users_assignment_that_asks_the_generated_one_keeps_its_plan(rank: int
     for one in (create_dtensor_config(costs="flops"), asked):
         optimizer = dmuon.Muon([{"params": [stack], "use_muon": True}], distributed_config=one, **OPTIONS)
         tasks = exchange_of(optimizer).tasks()
-        found.append([(task.numbers, task.shared.parcel.owner, task.shared.domain.ranks) for task in tasks])
+        found.append([(task.numbers, task.parcel.owner, task.domain.ranks) for task in tasks])
     assert found[0] == found[1] and len({owner for _, owner, _ in found[0]}) == 2
 
 

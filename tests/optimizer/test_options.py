@@ -125,7 +125,6 @@ def test_a_dtype_is_saved_loaded_and_edited() -> None:
     twin = dmuon.Muon(build(), **OPTIONS)
     twin.load_state_dict(optimizer.state_dict())
     assert [g["ns_dtype"] for g in twin.param_groups if g["use_muon"]] == [torch.bfloat16]
-    assert [g["ns_dtype"] for g in copy.deepcopy(optimizer).param_groups if g["use_muon"]] == [torch.bfloat16]
     spoiled = optimizer.state_dict()
     spoiled["param_groups"][0]["ns_dtype"] = torch.int32
     with pytest.raises(ValueError, match=r"group 0 of the saved optimizer: ns_dtype=torch.int32 is not supported"):

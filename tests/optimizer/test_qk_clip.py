@@ -492,7 +492,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "norm": (lambda: muon(_with_norm(build("mha"))), "'blocks.1.attn' normalizes queries or keys by 'q_norm'"),
     "frozen": (lambda: muon(_frozen(build("mha"))), "does not update blocks.1.attn.k_proj by Muon"),
     "twice": (lambda: [dmuon.Muon(made[0], qk_clip=made[1]) for made in [clipped_model()]], "is another optimizer's"),
-    "copy": (lambda: copy.deepcopy(muon(build("mha"))), "an optimizer with qk_clip"),
     "module": (lambda: clipped_model()[1].report("blocks.7", torch.ones(4)), "logits were reported for 'blocks.7'"),
     "count": (lambda: clipped_model()[1].report("blocks.0.attn", torch.ones(2)), "has 4 heads, and logits of 2 were"),
     "no call": (lambda: collected(lambda x: x, Q), "the forward of 'attn' called neither"),

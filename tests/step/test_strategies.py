@@ -365,6 +365,9 @@ def test_dedication_knows_strategies_of_several_ranks(
     if isinstance(strategy, str):
         with pytest.raises(ValueError, match="rank 1"):
             lay("1d", build(), strategy={f"blocks.{rank}.*": "sharded"})
+        for patterns in ({"*.upp.*": "sharded"}, {"*.up.*": "sharded", "block.0.*": "sharded"}):
+            with pytest.raises(ValueError, match=r"strategy: the pattern .*, such as 'blocks\.\d\."):
+                lay("1d", build(), strategy=patterns)
         with pytest.raises(
             ValueError, match=r"'blocks\.0\.up\.weight', which is several matrices: use 'sharded' or 'owner'"
         ):
@@ -657,12 +660,45 @@ def automatic(rank: int, world: int) -> None:
             for n in (1, -2, "two")
         ),
         (None, TypeError, "strategy must be a name, or a mapping of patterns"),
-        ({0: "owner"}, TypeError, "strategy must map patterns of names"),
+        ({0: "owner"}, TypeError, "strategy must be a name, or a mapping of patterns"),
     ],
 )
 def test_unknown_strategies_are_refused(strategy: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message.replace("(", r"\(")):
         dmuon.Muon([nn.Parameter(torch.zeros(2, 2))], strategy=strategy)
+
+
+def of_block(model: nn.Module, number: int) -> dict[str, Any]:
+    """A group of its matrices, for each of which the first block has a strategy of its own."""
+    params = [(name, p) for name, p in model.named_parameters() if is_matrix(name) and f"blocks.{number}." in name]
+    return {"params": params, "use_muon": True, "strategy": {"blocks.0.*": "sharded"}}
+
+
+@pytest.mark.parametrize(
+    ("params", "strategy", "pattern"),
+    [
+        (lambda model: model, {"*.up.*": "sharded", "block.0.*": "replicated"}, "block.0.*"),
+        (lambda model: [*model.named_parameters()], {"*.upp.weight": "sharded"}, "*.upp.weight"),
+        (dmuon.param_groups, {"*.up.*": "sharded"}, "*.up.*"),
+        (lambda model: [of_block(model, 1)], "owner", "blocks.0.*"),
+    ],
+    ids=["model", "named", "nameless", "group"],
+)
+def test_patterns_that_fit_no_parameter_are_refused_by_name(params: Any, strategy: Any, pattern: str) -> None:
+    with pytest.raises(ValueError, match=rf"strategy: the pattern '{re.escape(pattern)}' fits no .*, such as '\w+"):
+        dmuon.Muon(params(build()), strategy=strategy)
+
+
+def test_patterns_may_fit_what_adamw_takes_or_another_group_has() -> None:
+    model = build()
+    assert not dmuon.Muon(model, strategy={"embed.*": "sharded", "*": "owner"}).exchanged()
+    optimizer = dmuon.Muon([of_block(model, 0), of_block(model, 1)])
+    optimizer.add_param_group(of_block(model, 2))
+    with pytest.raises(ValueError, match=r"strategy: the pattern 'blocks\.7\.\*' fits no parameter's name"):
+        optimizer.add_param_group(
+            {"params": [("new", nn.Parameter(torch.zeros(2, 2)))], "strategy": {"blocks.7.*": "owner"}}
+        )
+    assert len(optimizer.param_groups) == 3
 
 
 def differing(rank: int, world: int) -> None:
@@ -688,7 +724,7 @@ def test_what_has_owners_by_other_means_is_refused_by_name(rank: int, world: int
     with pytest.raises(ValueError, match="which dedicate_params gave an owner") as refused:
         laid.optimizer(strategy="sharded")
     assert "blocks." in str(refused.value)
-    optimizer = laid.optimizer(strategy={"nothing": "sharded"})
+    optimizer = laid.optimizer(strategy={"embed.*": "sharded"})
     optimizer.param_groups[0]["strategy"] = "replicated"
     laid.backward(0)
     with pytest.raises(ValueError, match="which dedicate_params gave an owner"):

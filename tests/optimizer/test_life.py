@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import about, assert_equal_weights
+from harness.heard import heard
 from harness.network import Network, full_state, loss_of, shard_blocks
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
@@ -41,26 +43,35 @@ def by_tp(model: Network, mesh: DeviceMesh | None = None) -> Network:
     return model
 
 
-WRAPS: list[Callable[[Network], nn.Module]] = [DistributedDataParallel, replicate]
+# By what a model is wrapped, and steps that the optimizer takes before; None: it is built later, of the inner model.
+WRAPS: list[tuple[Callable[[Network], nn.Module], int | None]] = [
+    *((DistributedDataParallel, before) for before in (None, 0, 2)),
+    (replicate, 2),
+]
 
 
-@pytest.mark.pitfall("P88")
-@pytest.mark.parametrize("wrap", WRAPS, ids=lambda wrap: wrap.__name__)
+@pytest.mark.pitfall("P76", "P88")
+@pytest.mark.parametrize(("wrap", "before"), WRAPS)
 @pytest.mark.parametrize("grouped", [False, True])
 @on_ranks(2)
-def test_a_model_that_is_wrapped_after_steps_trains_on(
-    rank: int, world: int, wrap: Callable[[Network], nn.Module], grouped: bool
+def test_a_model_that_is_wrapped_at_any_time_trains_on_and_each_matrix_has_one_owner(
+    rank: int, world: int, wrap: Callable[[Network], nn.Module], before: int | None, grouped: bool
 ) -> None:
-    """The optimizer may have been built before there were process groups."""
+    """The optimizer may have been built before there were process groups. What was found is told once."""
     model = build(hidden=28)
-    with mock.patch.object(dist, "is_initialized", lambda: False):
+    program = model if before is not None else wrap(model)
+    with mock.patch.object(dist, "is_initialized", lambda: before is None):
         optimizer = dmuon.Muon(dmuon.param_groups(model) if grouped else model, **OPTIONS)
-    train(model, optimizer, range(2))
-    train(wrap(model), optimizer, range(2, 4), rank, world)
+    with heard(logging.INFO) as told:
+        train(program, optimizer, range(before or 0))
+        program = program if before is None else wrap(model)
+        train(program, optimizer, range(before or 0, 4), rank, world)
     assert_equal_weights(full_state(model), reference_weights(4, hidden=28))
-    assert over_ranks(optimizer.last_step.ns_matrices) >= 9 and len(optimizer.exchanged()) >= 6
+    assert over_ranks(optimizer.last_step.ns_matrices) == len(optimizer.exchanged()) == 9, "no rank repeats another's"
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()} == {id(p) for p in optimizer.state}
+    found = [text for text in told if "since it was built, 9 of its matrices were wrapped in Distributed" in text]
+    assert wrap is replicate or len(found) == (rank == 0 and before is not None), told
 
 
 @pytest.mark.pitfall("P88")

@@ -50,21 +50,6 @@ def test_parameters_that_are_replaced_are_followed(rank: int, world: int, steps:
         assert optimizer.last_step.ns_matrices < 9, "others orthogonalize the rest"
 
 
-def test_what_is_frozen_costs_no_state() -> None:
-    model = build()
-    for name, param in model.named_parameters():
-        param.requires_grad_("blocks.2" in name)
-    optimizer = dmuon.Muon(list(model.parameters()), **OPTIONS)
-    train(model, optimizer, range(2))
-    trained = {p for p in model.parameters() if p.requires_grad}
-    assert {p for p, values in optimizer.state.items() if values} == trained
-    assert len(optimizer.state_dict()["state"]) == len(trained)
-    for param in model.parameters():
-        param.requires_grad_(True)
-    train(model, optimizer, range(2, 3))
-    assert {p for p, values in optimizer.state.items() if values} == set(model.parameters())
-
-
 @pytest.mark.pitfall("P31")
 @pytest.mark.parametrize("layout", [SINGLE, "ddp", "fsdp2-2", "1d"])
 @on_ranks("layout")

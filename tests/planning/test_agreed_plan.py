@@ -19,14 +19,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_bits, raised_by
 from harness.inside import default_store
-from harness.network import full_state, is_matrix, loss_of, shard
+from harness.network import full_state, is_matrix, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
@@ -34,7 +34,6 @@ from dmuon.kernels import user_cache_directory
 from dmuon.planning import agreed_plan, owner_plan
 from dmuon.solver import Plan, SolveOptions
 
-FP32 = MixedPrecisionPolicy()
 NAMES = sorted(n for n, _ in build().named_parameters() if is_matrix(n))
 
 # No heuristic can prove its plan over two ranks: three matrices of 70 ns and six of 100 ns never split into halves.
@@ -45,11 +44,6 @@ UNEVEN = dmuon.solver.CostTable({(13, 13): {1: 70}, (13, 29): {1: 100}})
 def trained(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
     train(model, dmuon.Muon(model, **OPTIONS), range(2), rank, world)
     return full_state(model)
-
-
-def fully_sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32) -> None:
-    for module in (*model.blocks, model):
-        dmuon.fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 # -- one plan -----------------------------------------------------------------------------------------------------
@@ -283,7 +277,7 @@ def test_meshes_over_parts_of_the_world_do_not_involve_the_rest(rank: int, world
         return  # takes part in nothing
     model = build(seed=100 * job + place, layers=2 + job)
     dmuon.dedicate_params(model, mesh, costs="flops")
-    fully_sharded(model, mesh)
+    shard_blocks(model, mesh, dmuon.fully_shard)
     with dmuon.summon_full_params(model):
         assert model.blocks[0].mix.weight.shape == (13, 13)
     assert_equal_weights(trained(model, place, 2), reference_weights(2, seed=100 * job, layers=2 + job))
@@ -299,7 +293,7 @@ def test_explain_shows_every_parameter_its_route_and_the_balance(rank: int, worl
     model, plan = dedicated(rank, world, mp_policy=policy)
     before = dmuon.explain(model, dmuon.Muon(model))
     assert "0 matrices orthogonalized" in before and "no step yet" in before
-    fully_sharded(model, init_device_mesh("cpu", (world,)), policy)
+    shard_blocks(model, init_device_mesh("cpu", (world,)), dmuon.fully_shard, mp_policy=policy)
     assert "sharded by FSDP2 in 4 modules" in dmuon.explain(model)
     optimizer = dmuon.Muon(model)
     loss_of(model, *shard(batch(0), rank, world)).backward()

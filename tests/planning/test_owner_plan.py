@@ -16,6 +16,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.commands import command
 from harness.configs import SMALL_LLAMA, written
+from harness.dedicated_toy import refused
 from harness.network import full_state, is_matrix
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
@@ -215,24 +216,15 @@ def test_owners_and_batches_are_the_files_and_bytes_this_runs(rank: int, world: 
 # -- refused ------------------------------------------------------------------------------------------------------
 
 
-def refused(rank: int, world: int, options: dict[str, Any], alter: str = "") -> None:
-    """``dedicate_params`` must raise; then the model is untouched, and the ranks are still in step."""
+def refused_after(_rank: int, _world: int, options: dict[str, Any], alter: str = "") -> None:
+    """For a model that is another than the plan's."""
     model = build(layers={"more blocks": 4, "fewer blocks": 2}.get(alter, 3))
     if alter == "transposed":
         model.blocks[1].up = nn.Linear(29, 13)
     elif alter == "other blocks":
         options = {**options, "blocks": lambda fqn, module: fqn == "blocks.0" or fqn == "blocks.1.mix"}
         options["select"] = lambda fqn, module, param: fqn in ("blocks.0.mix.weight", "blocks.1.mix.weight")
-    mesh = init_device_mesh("cpu", (world,))
-    before = {n: (p, p.detach().clone()) for n, p in model.named_parameters()}
-    try:
-        dmuon.dedicate_params(model, mesh, **options)
-    except Exception:
-        after = dict(model.named_parameters())
-        assert all(after[n] is p and torch.equal(p, value) for n, (p, value) in before.items()), "data moved"
-        assert not dmuon.owned_parameters(model)
-        dmuon.dedicate_params(build(), mesh, costs="flops")
-        raise
+    refused(model, **{"costs": None, **options})
 
 
 LOADED = r"the owner plan \(loaded from .*plan\.json\)"
@@ -282,11 +274,11 @@ def test_a_file_that_does_not_fit_is_refused_on_every_rank(
 ) -> None:
     path = tmp_path / "plan.json"
     save(path)
-    ranks(2, refused, {"plan": str(path)}, alter, expect=ValueError, match=says, timeout=30)
+    ranks(2, refused_after, {"plan": str(path)}, alter, expect=ValueError, match=says, timeout=30)
 
 
 def refused_by_rank(rank: int, world: int, options: list[dict[str, Any]]) -> None:
-    refused(rank, world, options[rank])
+    refused_after(rank, world, options[rank])
 
 
 PLAN = toy_plan(2)

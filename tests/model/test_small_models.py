@@ -7,26 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from harness.small_models import CASES, Model, build, chain, tied_layers
+from harness.small_convnets import CONVNETS
+from harness.small_models import CASES, Case, Model, build, chain, tied_layers
 from harness.trees import Called, D, H, linear, node, stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dmuon.model.routing import route_parameters, route_to_blocks
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_muon_takes_the_hidden_matrices_of_models_without_stacks(name: str) -> None:
-    case = CASES[name]
-    found = {r.fqn: r.reason for r in route_parameters(case.make()) if r.muon}
-    assert list(found) == [f"{n}.weight" for n in case.hidden], {r.fqn: r.reason for r in route_parameters(case.make())}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_blocks_of_models_without_stacks_are_their_layers(name: str) -> None:
-    case = CASES[name]
+@pytest.mark.parametrize("case", [*CASES.values(), *CONVNETS.values()], ids=[*CASES, *CONVNETS])
+def test_muon_takes_the_hidden_matrices_of_models_without_stacks_and_blocks_are_their_layers(case: Case) -> None:
+    taken = [f"{name}.weight" for name in case.hidden]
+    assert [r.fqn for r in route_parameters(case.make()) if r.muon] == taken
     found = {r.fqn: r.block for r in route_to_blocks(case.make()) if r.muon}
-    assert list(found) == [f"{n}.weight" for n in case.hidden]
-    assert tuple(found.values()) == (case.blocks or case.hidden)
+    assert list(found) == taken
+    assert tuple(dict.fromkeys(found.values())) == (case.blocks or case.hidden)
 
 
 def test_a_weight_that_layers_share_needs_a_model_that_is_called() -> None:

@@ -1,4 +1,4 @@
-"""``dmuon.Muon`` on models that torch sharded or replicated: what travels, ranks without gradients, groups that change."""
+"""``dmuon.Muon`` on models that torch sharded or replicated: what travels, missing gradients, groups that change."""
 
 from __future__ import annotations
 

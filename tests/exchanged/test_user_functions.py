@@ -82,26 +82,10 @@ def scatter(update: Tensor | None, src_rank: int, state: State) -> Tensor | None
     return Joined(*scatter_with_work(update, src_rank, state)).wait()
 
 
-# Of the architecture document, for copies on all ranks; others than the owner allocate what they receive.
-
-
-def cp_gather(update: Tensor, rank: int, state: State) -> Tensor:
-    return update.clone()
-
-
-def cp_redistribute(ortho_update: Tensor | None, rank: int, state: State) -> Tensor:
-    assignments = state["assignments"]  # {rank: [indices]}
-    param_idx = state["current_param_idx"]
-    owner_rank = None
-    for r, param_indices in assignments.items():
-        if param_idx in param_indices:
-            owner_rank = r
-            break
-    assert owner_rank == rank
-    if ortho_update is None:
-        ortho_update = torch.empty(shape_now(state))
-    dist.broadcast(ortho_update, src=owner_rank, group=state["cp_process_group"])
-    return ortho_update
+def copy_from_owner(update: Tensor | None, src_rank: int, state: State) -> Tensor:
+    found = torch.empty(shape_now(state)) if update is None else update
+    dist.broadcast(found, src=src_rank, group=state["process_group"])
+    return found
 
 
 ROWS: dict[str, Functions] = {
@@ -292,9 +276,9 @@ def test_fewer_ranks_than_all_take_part(rank: int, world: int) -> None:
     if rank == 0:
         return
     shapes = [(6, 4), (5, 7)]
-    state = {"cp_process_group": group, "process_group": group, "shapes": shapes}
+    state = {"process_group": group, "shapes": shapes}
     config = DistributedConfig(
-        lambda params, state: {1: [0], 2: [1]}, cp_gather, cp_redistribute, state, prefetch_count=0
+        lambda params, state: {1: [0], 2: [1]}, identity, copy_from_owner, state, prefetch_count=0
     )
     weights = Weights().cut([Cut(shape) for shape in shapes])
     assert weights.train(weights.optimizer(config), STEPS) == STEPS

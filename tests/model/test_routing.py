@@ -184,7 +184,13 @@ def test_unusual_linear_layers_inside_a_block_go_to_muon() -> None:
 class Small(Called):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = linear(), linear(D, 3)
+        self.a, self.b = linear(), linear()
+
+
+def stages(*depths: int) -> nn.Module:
+    """As ResNets: stages of layers of one class, a stem and a head."""
+    parts = {f"layer{i}": nn.Sequential(*(Small() for _ in range(depth))) for i, depth in enumerate(depths)}
+    return node(stem=linear(3), **parts, head=linear(D, 2))
 
 
 CONTAINERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
@@ -239,14 +245,57 @@ CONTAINERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "MLP of Sequentials": (
         lambda: nn.Sequential(*(nn.Sequential(linear(), nn.ReLU()) for _ in range(2)), linear(D, V)), ["0", "1"],
     ),
+    "stages that are attributes": (lambda: stages(1, 2, 1), ["layer0.0", "layer1.0", "layer1.1", "layer2.0"]),
+    "stages of one layer": (lambda: stages(1, 1), ["layer0.0", "layer1.0"]),
+    "stages that begin otherwise": (
+        lambda: nn.Sequential(*(nn.Sequential(node(down=linear()), Small(), Small()) for _ in range(2))),
+        [f"{i}.{j}" for i in range(2) for j in range(3)],
+    ),
+    "elements of single layers and groups": (
+        lambda: nn.Sequential(*(nn.Sequential(linear(), Small()) for _ in range(2)), linear(D, 2)), ["0", "1"],
+    ),
+    "layers of the same class elsewhere": (
+        lambda: node(stem=linear(3), first=Small(), down=nn.Sequential(nn.ReLU(), Small()), head=linear(D, 2)),
+        ["first.a", "first.b", "down.1.a", "down.1.b"],
+    ),
+    "the same, where they repeat": (
+        lambda: node(stem=linear(3), first=Small(), down=nn.Sequential(Small(), Small()), head=linear(D, 2)),
+        ["first.a", "first.b", "down.0.a", "down.0.b", "down.1.a", "down.1.b"],
+    ),
+    "a layer of the same class as a list's": (
+        lambda: node(first=nn.Sequential(Small()), others=stack(Small), head=nn.Sequential(linear(D, 2))),
+        ["first.0", "others.0", "others.1"],
+    ),
+    "one Sequential of plain layers in another": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Sequential(linear(3), nn.ReLU(), linear(), nn.ReLU(), linear(D, 2))),
+        ["1.2"],
+    ),
+    "a list of bare layers": (
+        lambda: node(layers=nn.ModuleList([linear(3), linear(), linear(), linear(D, 2)])), ["layers.1", "layers.2"],
+    ),
+    "a stack without matrices": (
+        lambda: node(norms=stack(lambda: node(norm=nn.LayerNorm(D))), a=linear(3), b=linear(), c=linear(D, 2)), ["b"],
+    ),
+    "a stack beside layers that are attributes": (
+        lambda: node(encoder=stack(Small, 1), fc1=linear(), fc2=linear(), out=linear(D, 2)), ["encoder.0"],
+    ),
+    "as many outputs as inputs, and joined layers": (
+        lambda: node(
+            enter=linear(3, D), middle=linear(), joint=linear(3 + 2 * D, D), last=linear(D, D), leave=linear(D, 3)
+        ),
+        ["middle", "joint", "last"],
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.pitfall("P03", "P20")
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_blocks_are_the_elements_of_the_outermost_stacks(name: str) -> None:
+def test_blocks_are_the_elements_of_the_outermost_stacks_or_hidden_layers(name: str) -> None:
     make, blocks = CONTAINERS[name]
-    assert list(dict.fromkeys(muon(make()).values())) == blocks
+    found = muon(make())
+    assert list(dict.fromkeys(found.values())) == blocks
+    inside = [n for n, p in make().named_parameters() if p.ndim == 2 and n.startswith(tuple(f"{b}." for b in blocks))]
+    assert list(found) == inside == [r.fqn for r in route_parameters(make()) if r.muon]
 
 
 @pytest.mark.pitfall("P03")
@@ -471,9 +520,9 @@ NONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tables that are no layer's": (
         lambda: node(embed=nn.Embedding(V, D), pos=bare(5, D), cls=bare(1, 1, D)), "no layer inside a block, or hidden",
     ),
-    "a trainable head": (
-        lambda: node(h=stack(lambda: node(a=linear().requires_grad_(False))), head=linear()),
-        "the 2 that its rule gives it are frozen; AdamW trains 1$",
+    "a head of several layers that trains": (
+        lambda: node(h=stack(lambda: node(a=linear())).requires_grad_(False), a=linear(), b=linear(), head=linear()),
+        "the 2 that its rule gives it are frozen; AdamW trains 3$",
     ),
     "a frozen stack and a trainable input layer": (
         lambda: node(enter=linear(3), h=stack(lambda: node(a=linear())).requires_grad_(False)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.topologies import lay
-from harness.toy import batch, build
+from harness.toy import batch, build, train
 from torch import Tensor
 
 import dmuon
@@ -45,17 +46,18 @@ def register(model: nn.Module) -> list[Any]:
     return handles
 
 
-def expected_after(steps: int, removed_at: int) -> dict[str, Tensor]:
+def train_until_removed(handles: list[Any], train: Callable[[range], None]) -> None:
+    train(range(3))
+    for handle in handles:
+        handle.remove()
+    train(range(3, 4))
+
+
+def expected() -> dict[str, Tensor]:
     model = build()
-    handles, optimizer = register(model), Reference(model)
-    for step in range(steps):
-        if step == removed_at:
-            for handle in handles:
-                handle.remove()
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+    optimizer = Reference(model)
+    train_until_removed(register(model), partial(train, model, optimizer))
+    return full_state(model)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +74,9 @@ def test_hooks_see_what_the_owner_gets(rank: int, world: int, layout: str, overl
         handles = register(model) if before else []
         laid = lay(layout, model)
         handles = handles or register(model)
-        optimizer = laid.optimizer(overlap_backward=overlap)
-        for step in range(4):
-            if step == 3:
-                for handle in handles:
-                    handle.remove()
-            optimizer.zero_grad()
-            laid.backward(step)
-            optimizer.step()
+        train_until_removed(handles, partial(laid.train, laid.optimizer(overlap_backward=overlap)))
         with about(f"registered before: {before}"):
-            assert_equal_weights(full_state(model), expected_after(4, removed_at=3))
+            assert_equal_weights(full_state(model), expected())
 
 
 @on_ranks(2)

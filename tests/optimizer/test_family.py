@@ -193,22 +193,12 @@ TOPOLOGIES = [
 )
 def test_state_goes_on_anywhere(ranks: RankPool, tmp_path: Path, source: str, target: str, member: str) -> None:
     path = str(tmp_path)
-    ranks(checkpoints.world_of(source), saves, path, source, member)
+    ranks(checkpoints.world_of(source), checkpoints.save_after_steps, path, source, False, MEMBERS[member])
     ranks(checkpoints.world_of(target), resumes, path, target, member)
 
 
-def saves(rank: int, world: int, path: str, name: str, member: str) -> None:
-    run = checkpoints.start(name, member=MEMBERS[member])
-    run.train(range(checkpoints.SAVED))
-    checkpoints.save(run, path)
-
-
 def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
-    run = checkpoints.start(name, seed=50, member=MEMBERS[member])
-    run.train(range(1))
-    checkpoints.load(run, path)
-    run.train(range(checkpoints.SAVED, checkpoints.TOTAL))
-    found = full_state(run.model)
+    found = full_state(checkpoints.resumed(path, name, MEMBERS[member]).model)
     if name in checkpoints.PLACEMENTS:
         twin = paper(member)
         for value in checkpoints.Experts.noise(99):

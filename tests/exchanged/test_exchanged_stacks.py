@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import raised_by
-from harness.dtensors import functions_of_whole_tensors, no_whole_tensors, noise, parameter, placements_of
+from harness.dtensors import no_whole_tensors, noise, parameter, placements_of
 from harness.hand_laid import SPLITS, Weights, be_made_of
 from harness.inside import exchange_of
 from harness.on_ranks import on_ranks, over_ranks
@@ -200,23 +200,6 @@ def test_parts_of_many_layers_are_orthogonalized_together() -> None:
     weights.train(optimizer, STEPS)
     assert (optimizer.last_step.ns_matrices, optimizer.last_step.ns_batches) == (12, 3)
     weights.check(optimizer)
-
-
-@on_ranks(2)
-def test_parts_of_what_a_user_gathers_equal_matrices_of_their_own(rank: int, world: int) -> None:
-    """By functions that know nothing of parts."""
-    weights = Weights()
-    for i, split in enumerate(SPLITS):
-        weights.shard(i, split.shape, init_device_mesh("cpu", (world,)), [Shard(0)], split=split)
-    gather, redistribute = functions_of_whole_tensors()
-
-    def assign(params: list[Any], _: dict[str, Any]) -> dict[int, int]:
-        return {i: i % world for i in range(len(params))}
-
-    optimizer = weights.optimizer(DistributedConfig(assign, gather, redistribute, {}))
-    calls = over_ranks(weights.train(optimizer, STEPS))
-    weights.check(optimizer)
-    assert calls == STEPS * sum(map(len, weights.twin.params))
 
 
 @on_ranks(2)

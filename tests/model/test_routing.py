@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness.families import Conv1D, bare, of
-from harness.trees import Called, D, H, V, linear, llama, node, stack
+from harness.trees import Called, Conv1D, D, H, V, bare, linear, llama, node, of, stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dmuon.model.routing import notice, route_parameters, route_to_blocks

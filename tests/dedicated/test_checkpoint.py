@@ -18,7 +18,6 @@ from harness.dtensors import local_tensor
 from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
-from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
@@ -82,52 +81,36 @@ def test_muon_beside_another_optimizer_resumes(rank: int, world: int, tmp_path: 
 # -- what a state dict holds ---------------------------------------------------------------------------------------
 
 
-def contents(rank: int, world: int, name: str, keep: bool) -> dict[str, Any]:
+@pytest.mark.pitfall("P27")
+@pytest.mark.parametrize(
+    ("name", "keep"), [("1d-3", False), ("1d-3-two-lines", True), pytest.param("1d-3", True, marks=pytest.mark.slow)]
+)
+@on_ranks(3)
+def test_state_dict_is_what_a_plain_model_has(rank: int, world: int, name: str, keep: bool) -> None:
+    plain = build(tied=True, block=BufferedBlock)
+    expected = plain.state_dict()
     run = start(name, keep=keep, model=build(rank, tied=True, block=BufferedBlock))  # rank 0's weights count
     model: Any = run.model
-    optimizer = run.optimizer
-    initial = full_state(model)
+    assert_same_tensors(full_state(model), expected)
     run.train(range(1))  # buffers are filled ahead, or kept
-    weights, state = model.state_dict(), optimizer.state_dict()
-    _, named = get_state_dict(model, optimizer)
+    weights, state = model.state_dict(), run.optimizer.state_dict()
+    _, named = get_state_dict(model, run.optimizer)
     part = model.blocks[1].state_dict(prefix="part.")
     for tensor in tree_leaves([weights, state, named, part]):
         if isinstance(tensor, DTensor):
             tensor.full_tensor()
             if isinstance(tensor, OwnedTensor):
                 assert local_tensor(tensor).shape == (tensor.shape if tensor.owner == rank else (0, tensor.shape[1]))
-    parameters = dict(model.named_parameters())
-    return {
-        "initial": initial,
-        "shapes": {n: t.shape for n, t in weights.items()},
-        "part": sorted(part),
-        "alias": weights["head.weight"] is weights["embed.weight"]
-        or torch.equal(local_tensor(weights["head.weight"]), local_tensor(weights["embed.weight"])),
-        "momentum": {n: v["momentum_buffer"].shape for n, v in named["state"].items() if "momentum_buffer" in v},
-        "owned": {n for n, p in parameters.items() if isinstance(p, OwnedTensor)},
-        "order": list(state["state"]),
-        "named order": list(named["state"]),
-    }
-
-
-@pytest.mark.pitfall("P27")
-@pytest.mark.parametrize(
-    ("name", "keep"), [("1d-3", False), ("1d-3-two-lines", True), pytest.param("1d-3", True, marks=pytest.mark.slow)]
-)
-def test_state_dict_is_what_a_plain_model_has(ranks: RankPool, name: str, keep: bool) -> None:
-    plain = build(tied=True, block=BufferedBlock)
-    expected = plain.state_dict()
-    found = ranks(3, contents, name, keep)
-    for result in found:
-        assert result["shapes"] == {n: t.shape for n, t in expected.items()}
-        assert result["part"] == sorted("part." + n for n in plain.blocks[1].state_dict())
-        assert result["owned"] == {n for n in expected if is_matrix(n)}
-        assert result["momentum"] == {n: t.shape for n, t in expected.items() if is_matrix(n)}
-        assert result["alias"]
-        assert_same_tensors(result["initial"], expected)
-        # Whoever gathers a state dict walks it in its own order, collectively.
-        assert result["order"] == found[0]["order"] == sorted(result["order"])
-        assert result["named order"] == found[0]["named order"]
+    assert {n: t.shape for n, t in weights.items()} == {n: t.shape for n, t in expected.items()}
+    assert sorted(part) == sorted("part." + n for n in plain.blocks[1].state_dict())
+    assert torch.equal(local_tensor(weights["head.weight"]), local_tensor(weights["embed.weight"])), "tied"
+    momenta = {n: v["momentum_buffer"].shape for n, v in named["state"].items() if "momentum_buffer" in v}
+    assert momenta == {n: t.shape for n, t in expected.items() if is_matrix(n)}
+    assert {n for n, p in model.named_parameters() if isinstance(p, OwnedTensor)} == momenta.keys()
+    # Whoever gathers a state dict walks it in its own order, collectively.
+    orders: list[Any] = [None] * world
+    dist.all_gather_object(orders, (list(state["state"]), list(named["state"])))
+    assert orders.count(orders[0]) == world and orders[0][0] == sorted(orders[0][0])
 
 
 # -- plain checkpoints in and out ----------------------------------------------------------------------------------

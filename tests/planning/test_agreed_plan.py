@@ -22,7 +22,6 @@ from harness.inside import default_store
 from harness.network import full_state, is_matrix, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
-from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
@@ -75,19 +74,16 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def several_plans(rank: int, world: int) -> dict[str, tuple[str, dict[str, int], tuple[int, ...], float]]:
-    plans = {name: dedicated(rank, world, **options)[1] for name, options in PLANS.items()}
-    plans["one huge"] = dmuon.dedicate_params(OneHugeMatrix(), init_device_mesh("cpu", (world,)), costs="flops")
-    return {name: (p.digest, p.owners, tuple(p.solution.loads_ns), p.balance) for name, p in plans.items()}
-
-
 @pytest.mark.pitfall("P20", "P21", "P52", "P53")
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-def test_all_ranks_hold_the_same_balanced_plan(ranks: RankPool, world: int) -> None:
-    results = ranks(world, several_plans)
-    for other in results[1:]:
-        assert other == results[0], "ranks differ"
-    plans = results[0]
+@on_ranks()
+def test_all_ranks_hold_the_same_balanced_plan(rank: int, world: int) -> None:
+    found = {name: dedicated(rank, world, **options)[1] for name, options in PLANS.items()}
+    found["one huge"] = dmuon.dedicate_params(OneHugeMatrix(), init_device_mesh("cpu", (world,)), costs="flops")
+    plans = {name: (p.digest, p.owners, tuple(p.solution.loads_ns), p.balance) for name, p in found.items()}
+    of_ranks: list[Any] = [None] * world
+    dist.all_gather_object(of_ranks, plans)
+    assert of_ranks.count(plans) == world, "ranks differ"
     assert plans["toy"] == plans["again"], "a plan that is proven or heuristic repeats"
     for name in ("toy", "greedy", "milp", "equal costs"):
         _, owners, loads, _ = plans[name]
@@ -111,7 +107,12 @@ def test_more_ranks_than_matrices_train_exactly(rank: int, world: int) -> None:
     assert_equal_weights(trained(model, rank, world), expected)
 
 
-def ranks_given_to_the_solver(rank: int, world: int, hosts: list[str]) -> list[dmuon.solver.Rank]:
+@pytest.mark.parametrize(
+    ("world", "hosts", "nodes"),
+    [(4, ["b", "b", "a", "a"], [0, 0, 1, 1]), (3, ["b", "a", "b"], [0, 1, 0]), (1, ["a"], [0])],
+)
+@on_ranks()
+def test_ranks_of_one_host_are_one_node(rank: int, world: int, hosts: list[str], nodes: list[int]) -> None:
     seen = []
 
     def solve(matrices: Any, ranks: Any, *rest: Any) -> Plan:
@@ -122,16 +123,7 @@ def ranks_given_to_the_solver(rank: int, world: int, hosts: list[str]) -> list[d
         patch.setattr(agreed_plan, "solve_plan", solve)
         patch.setattr("dmuon.dedicated.dedicate.gethostname", lambda: hosts[rank])
         dedicated(rank, world)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("hosts", "nodes"), [(["b", "b", "a", "a"], [0, 0, 1, 1]), (["b", "a", "b"], [0, 1, 0]), (["a"], [0])]
-)
-def test_ranks_of_one_host_are_one_node(ranks: RankPool, hosts: list[str], nodes: list[int]) -> None:
-    first, *others = ranks(len(hosts), ranks_given_to_the_solver, hosts)
-    assert first == [dmuon.solver.Rank(index, node=node) for index, node in enumerate(nodes)]
-    assert not any(others), "rank 0 alone solves"
+    assert seen == [dmuon.solver.Rank(i, node=node) for i, node in enumerate(nodes) if rank == 0], "rank 0 alone solves"
 
 
 # -- what can go wrong with it ------------------------------------------------------------------------------------
@@ -184,32 +176,28 @@ def test_a_failing_planner_raises_its_message_on_every_rank(rank: int, world: in
         dedicated(rank, world)
 
 
-def hurried(rank: int, world: int, installed: bool, seconds: float) -> tuple[list[str], str, dict[str, Tensor]]:
-    """What is warned of, the digest of the plan, and weights after training with it."""
-    solve = replace(EXACT, time_limit_s=seconds)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if not installed:
-            patch.setitem(sys.modules, "pulp", None)
-        model, plan = dedicated(rank, world, costs=UNEVEN, solve=solve)
-    return [str(w.message) for w in caught], plan.digest, trained(model, rank, world)
-
-
 @pytest.mark.pitfall("P21", "P51")
 @pytest.mark.parametrize(
     ("installed", "seconds", "says"),
     [(False, 30.0, "MILP|PuLP|pulp"), (True, 1e-9, "stopped at the time limit")],  # depends on the clock of a rank
     ids=["without a solver", "out of time"],
 )
+@on_ranks(2)
 def test_rank_0_warns_of_a_plan_that_is_not_proven_and_all_ranks_use_it(
-    ranks: RankPool, installed: bool, seconds: float, says: str
+    rank: int, world: int, installed: bool, seconds: float, says: str
 ) -> None:
-    results = ranks(2, hurried, installed, seconds)
-    assert any(re.search(says, message) for message in results[0][0]), results[0][0]
-    assert not results[1][0], "ranks that do not solve have nothing to say"
-    assert results[0][1] == results[1][1]
-    for _, _, weights in results:
-        assert_equal_weights(weights, reference_weights(2))
+    solve = replace(EXACT, time_limit_s=seconds)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if not installed:
+            patch.setitem(sys.modules, "pulp", None)
+        model, plan = dedicated(rank, world, costs=UNEVEN, solve=solve)
+    told = [str(w.message) for w in caught]
+    assert any(re.search(says, message) for message in told) if rank == 0 else not told, told
+    digests: list[Any] = [None] * world
+    dist.all_gather_object(digests, plan.digest)
+    assert len(set(digests)) == 1
+    assert_equal_weights(trained(model, rank, world), reference_weights(2))
 
 
 # -- groups -------------------------------------------------------------------------------------------------------

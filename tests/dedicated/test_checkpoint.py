@@ -16,7 +16,7 @@ from harness.checkpoints import SAVED, TOTAL, save, start
 from harness.dedicated_toy import dedicated
 from harness.dtensors import local_tensor
 from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
-from harness.on_ranks import on_ranks
+from harness.on_ranks import of_all_ranks, on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
 from harness.toy import LR, OPTIONS, batch, build
@@ -108,8 +108,7 @@ def test_state_dict_is_what_a_plain_model_has(rank: int, world: int, name: str, 
     assert momenta == {n: t.shape for n, t in expected.items() if is_matrix(n)}
     assert {n for n, p in model.named_parameters() if isinstance(p, OwnedTensor)} == momenta.keys()
     # Whoever gathers a state dict walks it in its own order, collectively.
-    orders: list[Any] = [None] * world
-    dist.all_gather_object(orders, (list(state["state"]), list(named["state"])))
+    orders = of_all_ranks((list(state["state"]), list(named["state"])))
     assert orders.count(orders[0]) == world and orders[0][0] == sorted(orders[0][0])
 
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 from harness.assertions import about, assert_equal_weights
 from harness.dtensors import local_tensor
 from harness.network import full_state, loss_of
-from harness.on_ranks import on_ranks
+from harness.on_ranks import of_all_ranks, on_ranks
 from harness.oracle import Reference
 from harness.topologies import lay
 from harness.toy import batch, build, train
@@ -94,8 +94,7 @@ def test_hooks_run_in_one_order_on_all_ranks_even_if_one_rank_alone_used_a_matri
     for each in model.blocks:
         y = each(x)
         (y.sum() if each is block else 0 * model.norm(y.detach()).sum() + 0 * y.sum()).backward(retain_graph=True)
-    found: list[Any] = [None] * world
-    torch.distributed.all_gather_object(found, order)
+    found = of_all_ranks(order)
     assert len(found[0]) == 9 and found[0] == found[1]
     assert laid is not None
 

@@ -20,7 +20,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_bits, raised_by
 from harness.inside import default_store
 from harness.network import full_state, is_matrix, loss_of, shard, shard_blocks
-from harness.on_ranks import on_ranks
+from harness.on_ranks import of_all_ranks, on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
@@ -81,8 +81,7 @@ def test_all_ranks_hold_the_same_balanced_plan(rank: int, world: int) -> None:
     found = {name: dedicated(rank, world, **options)[1] for name, options in PLANS.items()}
     found["one huge"] = dmuon.dedicate_params(OneHugeMatrix(), init_device_mesh("cpu", (world,)), costs="flops")
     plans = {name: (p.digest, p.owners, tuple(p.solution.loads_ns), p.balance) for name, p in found.items()}
-    of_ranks: list[Any] = [None] * world
-    dist.all_gather_object(of_ranks, plans)
+    of_ranks = of_all_ranks(plans)
     assert of_ranks.count(plans) == world, "ranks differ"
     assert plans["toy"] == plans["again"], "a plan that is proven or heuristic repeats"
     for name in ("toy", "greedy", "milp", "equal costs"):
@@ -194,8 +193,7 @@ def test_rank_0_warns_of_a_plan_that_is_not_proven_and_all_ranks_use_it(
         model, plan = dedicated(rank, world, costs=UNEVEN, solve=solve)
     told = [str(w.message) for w in caught]
     assert any(re.search(says, message) for message in told) if rank == 0 else not told, told
-    digests: list[Any] = [None] * world
-    dist.all_gather_object(digests, plan.digest)
+    digests = of_all_ranks(plan.digest)
     assert len(set(digests)) == 1
     assert_equal_weights(trained(model, rank, world), reference_weights(2))
 

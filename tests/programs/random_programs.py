@@ -26,9 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from harness.dtensors import whole
+from harness.on_ranks import of_all_ranks
 from harness.pool import RankPool
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -404,8 +404,7 @@ def play_all(rank: int, world: int, seeds: list[int]) -> list[str]:
             fault = ""
         except Exception as error:
             fault = f"{type(error).__name__}: {str(error)[:400]}"
-        faults: list[Any] = [None] * world
-        dist.all_gather_object(faults, fault)
+        faults = of_all_ranks(fault)
         if any(faults):
             wrong.append(f"program {seed}: {' | '.join(faults)}")
     return wrong

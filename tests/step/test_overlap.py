@@ -10,10 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness.dtensors import local_tensor
 from harness.network import full_state
-from harness.on_ranks import on_ranks
+from harness.on_ranks import of_all_ranks, on_ranks
 from harness.topologies import Laid, lay
 from harness.toy import OPTIONS, batch, build
 from torch import Tensor
@@ -206,8 +205,7 @@ def test_first_blocks_run_while_late_owners_still_compute(rank: int, world: int)
         hook = laid.model.blocks[0].register_forward_hook(lambda *_: passed.append(time.monotonic()))
         laid.model(laid.mine(batch(2))[0])
         hook.remove()
-    of_ranks: list[Any] = [None] * world
-    dist.all_gather_object(of_ranks, passed)
+    of_ranks = of_all_ranks(passed)
     (_, first_block), (end_of_step, _) = of_ranks
     assert first_block < end_of_step, "rank 0 ran its first block only after rank 1 had finished its step"
 

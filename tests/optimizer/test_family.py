@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from harness import checkpoints
 from harness.assertions import assert_equal_weights
-from harness.dtensors import functions_of_whole_tensors, local_tensor, placements_of
+from harness.dtensors import local_tensor, placements_of
 from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
 from harness.hand_laid import SPLITS, Weights
 from harness.network import full_state, is_matrix, loss_of
@@ -366,10 +366,8 @@ ON_SPHERE = {"weight_decay_mode": "hyperball"}
 def test_matrices_that_only_a_users_functions_know_are_refused(rank: int, world: int, options: dict[str, Any]) -> None:
     weights = Weights()
     weights.shard(0, (6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
-    gather, redistribute = functions_of_whole_tensors()
-    config = dmuon.DistributedConfig(lambda params, _: {0: 0}, gather, redistribute, {})
     with pytest.raises(ValueError, match="in a UserRound dmuon does not know where the rows"):
-        weights.optimizer(config, **options)
+        weights.optimizer(checkpoints.by_functions(), **options)
 
 
 # -- signs of momentum ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from harness import checkpoints
 from harness.assertions import assert_close, assert_equal_weights, assert_same_tensors
-from harness.dtensors import functions_of_whole_tensors, give, noise, placements_of, whole
+from harness.dtensors import give, noise, placements_of, whole
 from harness.hand_laid import SPLITS, Weights
 from harness.network import full_state, is_matrix, loss_of, shard_blocks
 from harness.on_ranks import assert_same_over_ranks, on_ranks
@@ -101,14 +101,10 @@ def test_masters_by_any_strategy(rank: int, world: int, strategy: str) -> None:
         weights.shard(i, split.shape, mesh, [Shard(0)], 1.0, split)
     config, options = create_dtensor_config(costs="flops"), {"strategy": strategy}
     if strategy == "functions":
-        config, options = dmuon.DistributedConfig(each_by_turns, *functions_of_whole_tensors(), {}), {}
+        config, options = checkpoints.by_functions(), {}
     optimizer = weights.optimizer(config, **options, **MASTERS)
     weights.train(optimizer, STEPS)
     weights.check(optimizer)
-
-
-def each_by_turns(params: list[Tensor], state: dict[str, Any]) -> dict[int, int]:
-    return {i: i % 2 for i in range(len(params))}
 
 
 def gradients(named: Iterable[tuple[str, Tensor]], step: int) -> dict[str, Tensor]:

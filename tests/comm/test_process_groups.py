@@ -45,7 +45,11 @@ def purposes(names: set[str]) -> dict[str, int]:
     return dict(Counter(name.removeprefix("dmuon_").rsplit("_", 2)[0] for name in names if name.startswith("dmuon_")))
 
 
-def count(layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout", ["1d", "fsdp2-2", *(pytest.param(n, marks=pytest.mark.slow) for n in MADE if n not in ("1d", "fsdp2-2"))]
+)
+@on_ranks("layout")
+def test_no_more_groups_than_purposes(rank: int, world: int, layout: str) -> None:
     before = group_names()
     run = start(layout)
     run.optimizer.state_dict()
@@ -53,23 +57,6 @@ def count(layout: str) -> None:
     assert purposes(laid - before) == MADE[layout]
     run.train(range(4))
     assert group_names() <= laid
-
-
-def slowly(layout: str) -> object:
-    return pytest.param(layout, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("layout", ["1d", slowly("1d-two-lines"), slowly("ddp-2"), "fsdp2-2", slowly("ddp")])
-@on_ranks(2)
-def test_no_more_groups_than_purposes_on_two_ranks(rank: int, world: int, layout: str) -> None:
-    count(layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["hsdp", "hsdp-two-lines", "tp-fsdp", "tp-two-lines", "fsdp2-hsdp"])
-@on_ranks(4)
-def test_no_more_groups_than_purposes_on_four_ranks(rank: int, world: int, layout: str) -> None:
-    count(layout)
 
 
 # -- as long as the user has said --------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness.dtensors import noise
 from harness.on_ranks import on_ranks
 from harness.pieces import numbered, part_of
@@ -111,34 +110,6 @@ def test_gather_then_redistribute_is_the_identity(ranks: RankPool, world: int, c
     some = drawn(world, count, number)
     assert len(some) >= count
     assert ranks(world, there_and_back, some) == [len(some)] * world
-
-
-@pytest.mark.pitfall("P04", "P14")
-@on_ranks(4)
-def test_strided_shards_of_fsdp_over_tensor_parallelism_travel(rank: int, world: int) -> None:
-    """FSDP2 over tensor parallelism makes the strided shards; the whole is known from before."""
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    config = create_dtensor_config(costs="flops")
-    for rows, cols in [(8, 4), (7, 5), (3, 2), (1, 4)]:
-        torch.manual_seed(rows)
-        layer = nn.Linear(cols, rows, bias=False)
-        whole = layer.weight.detach().clone()
-        parallelize_module(layer, mesh["tp"], ColwiseParallel())
-        fully_shard(layer, mesh=mesh["dp"])
-        weight = layer.weight
-        assert isinstance(weight, DTensor) and isinstance(weight.placements[0], _StridedShard)
-        for owner in range(world):
-            found = config.gather_fn(weight, owner, config.state)
-            assert (found is not None) == (rank == owner)
-            if found is not None:
-                assert torch.equal(found, whole)
-            back = config.redistribute_fn(found, owner, config.state)
-            assert torch.equal(back, weight.to_local())
-        dist.barrier()
 
 
 # -- many at once -----------------------------------------------------------------------------------------------------

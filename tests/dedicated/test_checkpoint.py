@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import re
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,19 +15,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import about, assert_equal_weights, assert_same_tensors
-from harness.checkpoints import SAVED, TOTAL, save, start
+from harness.checkpoints import FROM_RANK_0, FULL, SAVED, TOTAL, save, start
 from harness.dedicated_toy import dedicated
 from harness.dtensors import local_tensor
 from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
-from harness.on_ranks import on_ranks
+from harness.on_ranks import of_all_ranks, on_ranks
 from harness.oracle import reference_weights
-from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -83,98 +87,54 @@ def test_muon_beside_another_optimizer_resumes(rank: int, world: int, tmp_path: 
 # -- what a state dict holds ---------------------------------------------------------------------------------------
 
 
-def contents(rank: int, world: int, name: str, keep: bool) -> dict[str, Any]:
+@pytest.mark.pitfall("P27")
+@pytest.mark.parametrize(
+    ("name", "keep"), [("1d-3", False), ("1d-3-two-lines", True), pytest.param("1d-3", True, marks=pytest.mark.slow)]
+)
+@on_ranks(3)
+def test_state_dict_is_what_a_plain_model_has(rank: int, world: int, name: str, keep: bool) -> None:
+    plain = build(tied=True, block=BufferedBlock)
+    expected = plain.state_dict()
     run = start(name, keep=keep, model=build(rank, tied=True, block=BufferedBlock))  # rank 0's weights count
     model: Any = run.model
-    optimizer = run.optimizer
-    initial = full_state(model)
+    assert_same_tensors(full_state(model), expected)
     run.train(range(1))  # buffers are filled ahead, or kept
-    weights, state = model.state_dict(), optimizer.state_dict()
-    _, named = get_state_dict(model, optimizer)
+    weights, state = model.state_dict(), run.optimizer.state_dict()
+    _, named = get_state_dict(model, run.optimizer)
     part = model.blocks[1].state_dict(prefix="part.")
     for tensor in tree_leaves([weights, state, named, part]):
         if isinstance(tensor, DTensor):
             tensor.full_tensor()
             if isinstance(tensor, OwnedTensor):
                 assert local_tensor(tensor).shape == (tensor.shape if tensor.owner == rank else (0, tensor.shape[1]))
-    parameters = dict(model.named_parameters())
-    return {
-        "initial": initial,
-        "shapes": {n: t.shape for n, t in weights.items()},
-        "part": sorted(part),
-        "alias": weights["head.weight"] is weights["embed.weight"]
-        or torch.equal(local_tensor(weights["head.weight"]), local_tensor(weights["embed.weight"])),
-        "momentum": {n: v["momentum_buffer"].shape for n, v in named["state"].items() if "momentum_buffer" in v},
-        "owned": {n for n, p in parameters.items() if isinstance(p, OwnedTensor)},
-        "order": list(state["state"]),
-        "named order": list(named["state"]),
-    }
-
-
-@pytest.mark.pitfall("P27")
-@pytest.mark.parametrize(
-    ("name", "keep"), [("1d-3", False), ("1d-3-two-lines", True), pytest.param("1d-3", True, marks=pytest.mark.slow)]
-)
-def test_state_dict_is_what_a_plain_model_has(ranks: RankPool, name: str, keep: bool) -> None:
-    plain = build(tied=True, block=BufferedBlock)
-    expected = plain.state_dict()
-    found = ranks(3, contents, name, keep)
-    for result in found:
-        assert result["shapes"] == {n: t.shape for n, t in expected.items()}
-        assert result["part"] == sorted("part." + n for n in plain.blocks[1].state_dict())
-        assert result["owned"] == {n for n in expected if is_matrix(n)}
-        assert result["momentum"] == {n: t.shape for n, t in expected.items() if is_matrix(n)}
-        assert result["alias"]
-        assert_same_tensors(result["initial"], expected)
-        # Whoever gathers a state dict walks it in its own order, collectively.
-        assert result["order"] == found[0]["order"] == sorted(result["order"])
-        assert result["named order"] == found[0]["named order"]
+    assert {n: t.shape for n, t in weights.items()} == {n: t.shape for n, t in expected.items()}
+    assert sorted(part) == sorted("part." + n for n in plain.blocks[1].state_dict())
+    assert torch.equal(local_tensor(weights["head.weight"]), local_tensor(weights["embed.weight"])), "tied"
+    momenta = {n: v["momentum_buffer"].shape for n, v in named["state"].items() if "momentum_buffer" in v}
+    assert momenta == {n: t.shape for n, t in expected.items() if is_matrix(n)}
+    assert {n for n, p in model.named_parameters() if isinstance(p, OwnedTensor)} == momenta.keys()
+    # Whoever gathers a state dict walks it in its own order, collectively.
+    orders = of_all_ranks((list(state["state"]), list(named["state"])))
+    assert orders.count(orders[0]) == world and orders[0][0] == sorted(orders[0][0])
 
 
 # -- plain checkpoints in and out ----------------------------------------------------------------------------------
 
 
-def save_trained(_rank: int, _world: int, path: str) -> None:
+@pytest.mark.pitfall("P33")
+@on_ranks(2)
+def test_checkpoint_converts_to_one_plain_file(rank: int, world: int, tmp_path: Path) -> None:
     run = start("1d")
     run.train(range(SAVED))
-    save(run, path)
-
-
-@pytest.mark.pitfall("P33")
-def test_checkpoint_converts_to_one_plain_file(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, save_trained, str(tmp_path / "sharded"))
-    dcp_to_torch_save(tmp_path / "sharded", tmp_path / "plain.pt")
-    state = torch.load(tmp_path / "plain.pt", weights_only=False)
-    model = build(seed=3)
-    model.load_state_dict(state["model"])
-    assert_equal_weights(dict(model.state_dict()), reference_weights(SAVED))
+    save(run, str(tmp_path / "sharded"))
+    if rank == 0:
+        dcp_to_torch_save(tmp_path / "sharded", tmp_path / "plain.pt")
+        model = build(seed=3)
+        model.load_state_dict(torch.load(tmp_path / "plain.pt", weights_only=False)["model"])
+        assert_equal_weights(dict(model.state_dict()), reference_weights(SAVED))
 
 
 # -- loading -------------------------------------------------------------------------------------------------------
-
-
-def reload_momentum(_rank: int, _world: int, dtype: torch.dtype) -> float:
-    run = start("1d")
-    run.train(range(2))
-    before = run.momenta()
-    state = run.optimizer.state_dict()
-    for values in state["state"].values():
-        if "momentum_buffer" in values:
-            values["momentum_buffer"] = values["momentum_buffer"].to(dtype)
-    run.optimizer.load_state_dict(state)
-    after = run.momenta()
-    assert all(momentum.dtype == torch.float32 for momentum in after.values())
-    assert_same_tensors(after, {name: momentum.to(dtype).float() for name, momentum in before.items()})
-    run.train(range(2, 3))
-    assert all(m.dtype == torch.float32 and m.isfinite().all() for m in run.momenta().values())
-    return max(float((after[n] - m).abs().max()) for n, m in before.items() if m.numel())
-
-
-@pytest.mark.pitfall("P23", "P32")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_momentum_is_fp32_whatever_dtype_was_saved(ranks: RankPool, dtype: torch.dtype) -> None:
-    worst = max(ranks(2, reload_momentum, dtype))
-    assert (worst == 0.0) == (dtype == torch.float64)
 
 
 @on_ranks(3)
@@ -184,32 +144,6 @@ def test_copies_of_resting_parameters_load(rank: int, world: int) -> None:
     kept = {n: p.detach().clone() for n, p in other.named_parameters()}  # what an average of weights would hold
     model.load_state_dict(kept)
     assert_same_tensors(full_state(model), expected)
-
-
-# -- refusals; of weights in test_checkpoint_topologies.py ---------------------------------------------------------
-
-FAULTS: dict[str, tuple[Any, str]] = {  # what a fault makes of the state dict, and what is said
-    "fewer": (lambda state: state["param_groups"][0]["params"].pop(), "parameters"),
-    "moved": (
-        lambda state: state["param_groups"][1]["params"].insert(0, state["param_groups"][0]["params"].pop()),
-        "group 0",  # the same count in all
-    ),
-    "shape": (lambda state: state["state"][0].update(momentum_buffer=torch.zeros(3, 3)), r"blocks\.0\.mix\.weight"),
-    "route": (lambda state: state["param_groups"][0].update(use_muon=False), "use_muon"),
-}
-
-
-@pytest.mark.pitfall("P31", "P48")
-@pytest.mark.parametrize("everywhere", [True, False], ids=["all-ranks", "one-rank"])
-@on_ranks(2)
-def test_faulty_optimizer_state_raises_on_every_rank(rank: int, world: int, everywhere: bool) -> None:
-    optimizer = dmuon.Muon(lay("1d-two-lines", build()).model, **OPTIONS)
-    for fault, (change, says) in FAULTS.items():
-        state = copy.deepcopy(optimizer.state_dict())
-        if everywhere or rank == 1:
-            change(state)
-        with about(fault), pytest.raises(ValueError, match=says):
-            optimizer.load_state_dict(state)
 
 
 # -- what a load compares between ranks, and what a state dict keeps in memory -----------------------------------------
@@ -224,19 +158,6 @@ def test_each_saved_shard_has_memory_of_its_own(rank: int, world: int) -> None:
     for saved in [*owned, *(state["momentum_buffer"] for state in states if len(state) == 1)]:
         local = local_tensor(saved)
         assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
-
-
-@on_ranks(2)
-def test_what_is_shown_of_a_loaded_momentum_is_what_was_shown(rank: int, world: int) -> None:
-    run, other = start("1d"), start("1d", seed=rank + 7)
-    run.train(range(2))
-    other.train(range(1))
-    shown = {id(p): state["momentum_buffer"] for p, state in other.optimizer.state.items() if len(state) == 1}
-    other.optimizer.load_state_dict(run.optimizer.state_dict())
-    assert shown and all(
-        other.optimizer.state[p]["momentum_buffer"] is shown[id(p)] for p in other.optimizer.state if id(p) in shown
-    )
-    assert_same_tensors(other.momenta(), run.momenta())
 
 
 @pytest.mark.pitfall("P80")
@@ -341,3 +262,109 @@ def test_a_write_that_one_rank_cannot_make_is_refused_on_all_ranks(rank: int, wo
         model(x) if rank else write()
     hook.remove()
     assert_equal_weights(full_state(model), before)
+
+
+# -- refusals and partial loads ------------------------------------------------------------------------------------
+
+KEY, OTHER, NONE = "blocks.1.up.weight", "norm.weight", "blocks.7.up.weight"  # owned, not owned, of no module
+State = dict[str, Any]
+FAULTS: dict[str, tuple[str, Callable[[State], Any]]] = {  # what is told of, and what a fault makes of a state dict
+    "missing": (KEY, lambda state: state.pop(KEY)),
+    "missing, not owned": (OTHER, lambda state: state.pop(OTHER)),
+    "unexpected": (NONE, lambda state: state.update({NONE: torch.zeros(3)})),
+    "shape": (KEY, lambda state: state.update({KEY: torch.zeros(2, 3)})),
+    "shape, not owned": (OTHER, lambda state: state.update({OTHER: torch.zeros(3)})),
+    "kind": (KEY, lambda state: state.update({KEY: torch.zeros(state[KEY].shape)})),
+    "none": (KEY, lambda state: state.update({KEY: None})),
+}
+OF_DTENSORS = ["missing", "missing, not owned", "unexpected", "shape", "shape, not owned", "kind"]
+OF_PLAIN = ["missing", "shape", "none"]
+
+
+@pytest.mark.pitfall("P27", "P48")
+@pytest.mark.parametrize(
+    ("layout", "plain", "faults"),
+    [
+        ("hsdp", False, OF_DTENSORS),
+        ("tp", False, ["missing", "shape, not owned"]),
+        ("1d-two-lines", True, OF_PLAIN),
+        *(pytest.param(name, False, OF_DTENSORS, marks=pytest.mark.slow) for name in ("tp-two-lines", "ddp-2")),
+    ],
+)
+@on_ranks("layout", timeout=60.0)
+def test_fault_on_one_rank_or_on_all_raises_on_all(
+    rank: int, world: int, layout: str, plain: bool, faults: list[str]
+) -> None:
+    """Of whole plain tensors, or of even DTensors of the model itself."""
+    model = start(layout).model
+    for fault, everywhere, strict in product(faults, (False, True), (True, False)):
+        state = dict(build(seed=1).state_dict() if plain else get_model_state_dict(model))
+        told, change = FAULTS[fault]
+        if everywhere or rank == world - 1:
+            change(state)
+        may_lack = not strict and (fault == "unexpected" or (everywhere and fault.startswith("missing")))
+        with about((fault, everywhere, strict)):
+            if may_lack or (everywhere and fault == "kind"):  # what all ranks leave out, or give whole
+                model.load_state_dict(state, strict=strict)
+            else:
+                with pytest.raises(RuntimeError, match=re.escape(told)):
+                    model.load_state_dict(state, strict=strict)
+
+
+@pytest.mark.pitfall("P27", "P48")
+@on_ranks(4, timeout=60.0)
+def test_fault_of_rank_0_raises_on_all(rank: int, world: int) -> None:
+    run = start("hsdp")
+    for fault, kind in {"missing": RuntimeError, "unexpected": RuntimeError, "shape": ValueError}.items():
+        weights = build(seed=1).state_dict()
+        told, change = FAULTS[fault]
+        change(weights)
+        with pytest.raises(kind, match=re.escape(told)):
+            set_model_state_dict(run.model, weights if rank == 0 else {}, options=FROM_RANK_0)
+
+
+RESHARD, KEEP = False, True
+WAYS = ("everywhere", "from-rank-0", "submodule")
+
+
+@pytest.mark.pitfall("P17", "P28")
+@pytest.mark.parametrize(
+    ("layout", "keep", "way"),
+    [
+        *(("hsdp-two-lines", RESHARD, way) for way in WAYS),
+        ("ddp-2", KEEP, "submodule"),
+        ("1d", RESHARD, "everywhere"),
+        ("1d-two-lines", KEEP, "everywhere"),
+        *(pytest.param(n, KEEP, "from-rank-0", marks=pytest.mark.slow) for n in ("hsdp-two-lines", "tp")),
+        # Plain tensors beside DTensors cannot be copied into what FSDP2 shards: no "submodule" there.
+        pytest.param("hsdp", KEEP, "everywhere", marks=pytest.mark.slow),
+        pytest.param("tp-two-lines", KEEP, "submodule", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("layout")
+def test_partial_load_changes_that_part_and_the_next_forward(
+    rank: int, world: int, layout: str, keep: bool, way: str
+) -> None:
+    """Load all matrices of one block and one norm, then the very next forward."""
+    run = start(layout, keep=keep)
+    run.train(range(1))
+    with torch.no_grad():
+        run.model(batch(0)[0])  # buffers hold the old weights
+    source = build(seed=1).state_dict()
+    part = {n: t for n, t in source.items() if n.startswith("blocks.1.") or n == OTHER}
+    expected = {**full_state(run.model), **part}
+    if way == "submodule":
+        block = {n.removeprefix("blocks.1."): t for n, t in source.items() if n.startswith("blocks.1.")}
+        set_model_state_dict(run.model.blocks[1], block, options=FULL)
+        run.model.load_state_dict({**get_model_state_dict(run.model), OTHER: part[OTHER]})
+    else:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "from-rank-0", strict=False)
+        set_model_state_dict(run.model, part if way == "everywhere" or rank == 0 else {}, options=options)
+    with torch.no_grad():
+        output = run.model(batch(1)[0])
+    after = full_state(run.model)
+    assert_same_tensors(after, expected)
+    alone = build(seed=2)
+    alone.load_state_dict(after)
+    with torch.no_grad():
+        torch.testing.assert_close(output, alone(batch(1)[0]), rtol=1e-5, atol=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -15,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.jobs import Ended, run_ranks
+from harness.jobs import Ended, kill, run_ranks, stop, throw
 from harness.limits import PROGRAM_SECONDS
 from harness.network import Network, full_state, loss_of
 from harness.on_ranks import on_ranks
@@ -34,23 +34,8 @@ TIMEOUT = 8.0  # of process groups
 SLACK = 12.0  # for a busy machine
 
 
-class Stop(Exception):
-    pass
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def throw() -> None:
-    raise Stop("the user's own mistake")
-
-
-ACTS = {"killed": kill, "stopped": stop, "raising": throw}
+RAISING = ("raising", "destroying")  # an error of the user's; after the latter ranks destroy their groups in a finally
+ACTS = {"killed": kill, "stopped": stop, **dict.fromkeys(RAISING, throw)}
 
 
 def at_fault_step(model: nn.Module, act: Callable[[], None]) -> Callable[..., None]:
@@ -86,11 +71,12 @@ def train(rank: int, world: int, layout: str, where: str, act: str, victim: int)
     laid, optimizer = prepared(layout, model)
     if rank == victim:
         arm(model, where, ACTS[act])
-    for step in range(FAULT_STEP + 3):
-        optimizer.zero_grad()
-        loss_of(model, *laid.mine(batch(step))).backward()
-
-        optimizer.step()
+    try:
+        laid.train(optimizer, range(FAULT_STEP + 3))
+    finally:
+        if act == "destroying":
+            optimizer.zero_grad()
+            dist.destroy_process_group()
 
 
 # What a message names: rank, step, and a collective of a block or a parameter, or one of the whole model.
@@ -104,6 +90,7 @@ CASES = [
     ("1d-3-two-lines", "backward", "killed", 1),
     pytest.param("ddp-2", "step", "killed", 1, marks=pytest.mark.slow),
     pytest.param("1d-3-two-lines", "forward", "raising", 2, marks=pytest.mark.slow),
+    pytest.param("1d-two-lines", "forward", "destroying", 1, marks=pytest.mark.slow),
     pytest.param("1d-3-two-lines", "backward", "stopped", 1, marks=pytest.mark.slow),
     pytest.param("hsdp-two-lines", "step", "killed", 2, marks=pytest.mark.slow),
     pytest.param("tp-two-lines", "step", "killed", 1, marks=pytest.mark.slow),
@@ -114,7 +101,7 @@ def check_survivors(ended: dict[int, Ended], victim: int, act: str) -> None:
     """Each has ended with its own message."""
     for rank, end in ended.items():
         if rank == victim:
-            assert end.code == (1 if act == "raising" else -signal.SIGKILL), end.text
+            assert end.code == (1 if act in RAISING else -signal.SIGKILL), end.text
             continue
         assert end.code == 1, end.text
         found = NAMED.search(end.text)
@@ -123,17 +110,17 @@ def check_survivors(ended: dict[int, Ended], victim: int, act: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.pitfall("P49")
+@pytest.mark.pitfall("P26", "P49")
 @pytest.mark.parametrize(("layout", "where", "act", "victim"), CASES)
 def test_the_others_end_with_a_message(layout: str, where: str, act: str, victim: int) -> None:
     limit = (TIMEOUT if act == "stopped" else 0) + SLACK + 15.0
-    victims = () if act == "raising" else (victim,)
+    victims = () if act in RAISING else (victim,)
     ended = run_ranks(LAYOUTS[layout].world, train, layout, where, act, victim, limit=limit, victims=victims)
     check_survivors(ended, victim, act)
     times = [end.seconds for rank, end in ended.items() if rank != victim]
     assert max(times) - min(times) < TIMEOUT + SLACK
-    if act == "raising":
-        assert "Stop: the user's own mistake" in ended[victim].text
+    if act in RAISING:
+        assert "LookupError: the user's own mistake" in ended[victim].text
 
 
 @pytest.mark.ranks
@@ -330,40 +317,6 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
 
 
 @pytest.mark.slow
-@pytest.mark.pitfall("P26", "P49")
-@pytest.mark.parametrize("leave", ["destroy", "exit"])
-def test_programs_end_though_collectives_are_under_way(leave: str) -> None:
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = []
-    try:
-        for rank in range(2):
-            rendezvous = {
-                "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True", "LEAVE": leave,
-            }  # fmt: skip
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(PROGRAMS / "leaves.py")],
-                    env={**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"], **rendezvous},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        texts = [process.communicate(timeout=PROGRAM_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    # gloo's threads may abort an interpreter that ends while they hold tensors: it has ended, with its message.
-    ends = {1} if leave == "destroy" else {1, -signal.SIGABRT}
-    assert {process.returncode for process in processes} <= ends, texts
-    assert all("in finally" in text for text in texts), texts
-    assert "ValueError: the user's own mistake" in texts[1], texts[1]
-    assert NAMED.search(texts[0]), texts[0]
-
-
-@pytest.mark.slow
 @pytest.mark.pitfall("P68")
 def test_runs_that_end_well_do_not_abort_at_exit(tmp_path: Path) -> None:
     """Without ``let_threads_rest`` 7 of 40 such processes did."""
@@ -371,56 +324,3 @@ def test_runs_that_end_well_do_not_abort_at_exit(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
     assert run.stdout.strip() == "{0: 20}", run.stdout + run.stderr
-
-
-def torchrun(folder: Path, *arguments: str, restarts: int, limit: float) -> str:
-    """The output of a run of two ranks; nothing of it is left."""
-    folder.mkdir()
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--monitor-interval=0.1",
-        f"--max-restarts={restarts}", str(PROGRAMS / "elastic.py"), str(folder), *arguments,
-    ]  # fmt: skip
-    environment = {
-        **ENVIRONMENT,
-        "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"],
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torch 2.13 restarts with the addresses of the dead
-    }
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        text = process.communicate(timeout=limit)[0]
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"torchrun still runs after {limit} s:\n{process.communicate()[0]}") from None
-    assert process.returncode == 0, text
-    assert not processes_that_mention(str(folder)), "processes are left"
-    return text
-
-
-def processes_that_mention(word: str) -> list[int]:
-    """Their ids; the arguments of a process that has ended are empty."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if word.encode() in entry.read_bytes():
-                found.append(int(entry.parent.name))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.pitfall("P23", "P49")
-@pytest.mark.timeout(240)
-def test_a_restarted_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
-    faults = ["0:2:step", "1:3:collect", "2:4:write"]
-    torchrun(tmp_path / "whole", "5", restarts=0, limit=100)
-    text = torchrun(tmp_path / "killed", "5", *faults, restarts=len(faults), limit=130)
-    assert [int(s) for s in re.findall(r"rank 0 starts at step (\d)", text)] == [0, 2, 2, 3], text
-    assert text.count("is killed at step") == len(faults), text
-    found, expected = (torch.load(tmp_path / name / "weights.pt") for name in ("killed", "whole"))
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert torch.equal(found[name], weight), f"{name} differs from the uninterrupted run"
-    left = sorted(path.name for path in (tmp_path / "killed").iterdir() if path.is_dir())
-    assert left == [f"step-{step:04d}" for step in range(1, 6)], left

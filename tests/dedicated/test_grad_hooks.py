@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import torch.nn as nn
 from harness.assertions import about, assert_equal_weights
 from harness.dtensors import local_tensor
 from harness.network import full_state, loss_of
-from harness.on_ranks import on_ranks
+from harness.on_ranks import of_all_ranks, on_ranks
 from harness.oracle import Reference
 from harness.topologies import lay
-from harness.toy import batch, build
+from harness.toy import batch, build, train
 from torch import Tensor
 
 import dmuon
@@ -45,17 +46,18 @@ def register(model: nn.Module) -> list[Any]:
     return handles
 
 
-def expected_after(steps: int, removed_at: int) -> dict[str, Tensor]:
+def train_until_removed(handles: list[Any], train: Callable[[range], None]) -> None:
+    train(range(3))
+    for handle in handles:
+        handle.remove()
+    train(range(3, 4))
+
+
+def expected() -> dict[str, Tensor]:
     model = build()
-    handles, optimizer = register(model), Reference(model)
-    for step in range(steps):
-        if step == removed_at:
-            for handle in handles:
-                handle.remove()
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+    optimizer = Reference(model)
+    train_until_removed(register(model), partial(train, model, optimizer))
+    return full_state(model)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +74,9 @@ def test_hooks_see_what_the_owner_gets(rank: int, world: int, layout: str, overl
         handles = register(model) if before else []
         laid = lay(layout, model)
         handles = handles or register(model)
-        optimizer = laid.optimizer(overlap_backward=overlap)
-        for step in range(4):
-            if step == 3:
-                for handle in handles:
-                    handle.remove()
-            optimizer.zero_grad()
-            laid.backward(step)
-            optimizer.step()
+        train_until_removed(handles, partial(laid.train, laid.optimizer(overlap_backward=overlap)))
         with about(f"registered before: {before}"):
-            assert_equal_weights(full_state(model), expected_after(4, removed_at=3))
+            assert_equal_weights(full_state(model), expected())
 
 
 @on_ranks(2)
@@ -99,8 +94,7 @@ def test_hooks_run_in_one_order_on_all_ranks_even_if_one_rank_alone_used_a_matri
     for each in model.blocks:
         y = each(x)
         (y.sum() if each is block else 0 * model.norm(y.detach()).sum() + 0 * y.sum()).backward(retain_graph=True)
-    found: list[Any] = [None] * world
-    torch.distributed.all_gather_object(found, order)
+    found = of_all_ranks(order)
     assert len(found[0]) == 9 and found[0] == found[1]
     assert laid is not None
 

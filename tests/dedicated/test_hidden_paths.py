@@ -25,8 +25,6 @@ from dmuon.dedicated.dedication import dedications
 
 pytestmark = pytest.mark.pitfall("P66", "P83")
 
-WIDTH = 16
-
 
 class Toy(nn.Module):
     """One block, of whose forward ``forward`` is the body."""
@@ -171,43 +169,24 @@ def test_saved_weights_are_not_read_outside_of_backward(rank: int, world: int) -
         _ = node._saved_mat2
 
 
-class Reads(nn.Module):
-    """Is given tuples of several kinds, and lends a view of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.lent: Tensor | None = None
-
-    def forward(self, x: Tensor, size: torch.Size, best: torch.return_types.max) -> Tensor:
-        assert isinstance(size, torch.Size)
-        self.lent = self.linear.weight.detach()[0]
-        return self.linear(x).view(size) + best.values
-
-
-class Given(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Reads() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, x.size(), torch.max(x, 0))
-        return self.head(x)
-
-
 @pytest.mark.parametrize("trains", [True, False])
 @on_ranks(2)
 def test_blocks_get_tuples_as_they_are_and_may_lend_their_weights(rank: int, world: int, trains: bool) -> None:
-    torch.manual_seed(0)
-    model = Given()
-    wholes = [layer.linear.weight.detach().clone() for layer in model.layers]
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)))
+    """Tuples of several kinds, and a view of a weight."""
+    lent: list[Tensor] = []
+
+    def lends(block: nn.Module, given: tuple[Tensor, torch.Size, torch.return_types.max]) -> Any:
+        x, size, best = given
+        assert isinstance(size, torch.Size)
+        lent.append(block.first.weight.detach()[0])
+        out = block.second(block.first(x)).view(size) + best.values
+        return out, out.size(), torch.max(out, 0)
+
+    model, x = dedicated(lends), torch.ones(4, 4, requires_grad=True)
     with torch.set_grad_enabled(trains):
-        result = model(torch.ones(4, WIDTH, requires_grad=True))
-    for layer, whole in zip(model.layers, wholes, strict=True):
-        assert torch.equal(layer.lent, whole[0])
+        result, *_ = model((x, x.size(), torch.max(x, 0)))
+    for of_block, alone in zip(lent, Toy(lends).blocks, strict=True):
+        assert torch.equal(of_block, alone.first.weight[0])
     if trains:
         result.sum().backward()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ from harness.network import full_state, tensor_parallel
 from harness.on_ranks import on_ranks
 from harness.topologies import LAYOUTS, lay
 from harness.toy import OPTIONS, build
+from harness.traffic import live_bytes
 from harness.trees import linear, node, stack
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -137,16 +136,6 @@ def test_a_function_initializes_what_tensor_parallelism_has_split(rank: int, wor
         for module in expected.modules():
             numbered(module)
     assert_same_tensors(full_state(model), dict(expected.state_dict()))
-
-
-def live_bytes() -> int:
-    gc.collect()
-    storages = {}
-    for obj in gc.get_objects():
-        if issubclass(type(obj), Tensor) and not obj.is_meta:
-            storage = local_tensor(obj).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 @pytest.mark.pitfall("P79")

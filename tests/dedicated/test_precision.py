@@ -13,6 +13,7 @@ from harness.dtensors import local_tensor
 from harness.network import full_state, is_matrix, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, reference_weights
+from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,22 +33,18 @@ def only_matrices(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mixed_run(
-    rank: int, world: int, reduce_dtype: torch.dtype | None, keep: bool
+    world: int, reduce_dtype: torch.dtype | None, keep: bool
 ) -> tuple[dict[str, Tensor], set[torch.dtype], set[torch.dtype]]:
     """Weights after a step, and the dtypes of weights in forward and of everything at rest."""
     model = build()
-    mesh = init_device_mesh("cpu", (world,))
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
-    dmuon.dedicate_params(model, mesh, costs="flops", mp_policy=policy, reshard_after_forward=not keep)
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
-    dmuon.fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = dmuon.Muon(model, **OPTIONS)
+    laid = lay({1: "1d-1", 2: "1d", 3: "1d-3"}[world], model, keep=keep, mp_policy=policy)
+    optimizer = laid.optimizer()
     inside: set[torch.dtype] = set()
     for block in model.blocks:
         block.up.register_forward_pre_hook(lambda m, _: inside.add(m.weight.dtype))
     at_rest: set[torch.dtype] = set()
-    loss_of(model, *shard(batch(0), rank, world)).backward()
+    laid.backward(0)
     for param in model.parameters():
         if isinstance(param, OwnedTensor):
             at_rest |= {param.dtype, local_tensor(param).dtype, param.grad.dtype, local_tensor(param.grad).dtype}
@@ -76,7 +73,7 @@ def emulated(shares: int, reduce_dtype: torch.dtype = torch.float32) -> dict[str
 @on_ranks()
 def test_first_bf16_step_equals_emulation(rank: int, world: int, keep: bool) -> None:
     """Same roundings in the same places: only the order of an fp32 sum may differ."""
-    weights, inside, at_rest = mixed_run(rank, world, torch.float32, keep)
+    weights, inside, at_rest = mixed_run(world, torch.float32, keep)
     assert inside == {BF16} and at_rest == {torch.float32}
     assert_equal_weights(weights, emulated(world))
 
@@ -84,14 +81,14 @@ def test_first_bf16_step_equals_emulation(rank: int, world: int, keep: bool) -> 
 @on_ranks(2)
 def test_owned_gradients_are_reduced_in_fp32_by_default(rank: int, world: int) -> None:
     """FSDP2's default is ``param_dtype``, so only the matrices are compared."""
-    weights, _, _ = mixed_run(rank, world, None, False)
+    weights, _, _ = mixed_run(world, None, False)
     assert_equal_weights(only_matrices(weights), only_matrices(emulated(world)), 1e-6)
 
 
 @on_ranks(2)
 def test_reduction_in_bf16_equals_emulation(rank: int, world: int) -> None:
     start = build().state_dict()
-    weights, _, at_rest = mixed_run(rank, world, BF16, False)
+    weights, _, at_rest = mixed_run(world, BF16, False)
     assert at_rest == {torch.float32}
     found, expected, exact = (
         only_matrices({n: t - start[n] for n, t in of_run.items()})

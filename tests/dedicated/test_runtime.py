@@ -16,7 +16,7 @@ from harness.network import full_state, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay, runtime_of
-from harness.toy import OPTIONS, WIDTH, batch, build
+from harness.toy import OPTIONS, WIDTH, batch, build, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
@@ -43,14 +43,9 @@ def test_elementwise_optimizers_work_on_owned_parameters(rank: int, world: int) 
         dedicate(model, world, keep=keep)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         other = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-        for step in range(3):
-            optimizer.zero_grad()
-            other.zero_grad()
-            loss_of(model, *shard(batch(step), rank, world)).backward()
-            loss_of(twin, *batch(step)).backward()
-            optimizer.step()
-            other.step()
-        assert_equal_weights(full_state(model), {n: p.detach() for n, p in twin.state_dict().items()})
+        train(model, optimizer, range(3), rank, world)
+        train(twin, other, range(3))
+        assert_equal_weights(full_state(model), full_state(twin))
 
 
 # -- placement and memory -----------------------------------------------------------------------------------------
@@ -183,10 +178,7 @@ def test_one_process_needs_no_process_group() -> None:
     assert not dist.is_initialized()
     model = build()
     optimizer = dmuon.Muon(model, **OPTIONS)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
+    train(model, optimizer, range(2))
     assert_equal_weights(dict(model.state_dict()), reference_weights(2))
     with pytest.raises(TypeError, match=r"mesh must be a torch\.distributed DeviceMesh"):
         dmuon.dedicate_params(model, None)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from harness.assertions import assert_equal_weights
 from harness.network import Block, Network, full_state, is_matrix, loss_of, shard, shard_blocks
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference, reference_weights
-from harness.pool import RankPool
 from harness.topologies import Laid
 from harness.toy import OPTIONS, batch, build
 from torch import Tensor
@@ -142,14 +141,30 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def run_stage(
-    rank: int, world: int, schedule: str, more: bool
-) -> tuple[dict[str, Tensor], list[str], int, list[float]]:
+def run_reference(clip: bool) -> tuple[dict[str, Tensor], list[float]]:
+    model = build(layers=LAYERS)
+    optimizer = Reference(model)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step, rows=16)).backward()
+        if clip:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return {n: p.detach() for n, p in model.state_dict().items()}, norms
+
+
+@pytest.mark.pitfall("P19", "P36")
+@pytest.mark.parametrize(("schedule", "world", "more"), [("GPipe", 2, False), ("1F1B", 4, True)])
+@on_ranks()
+def test_stages_equal_single_process(rank: int, world: int, schedule: str, more: bool) -> None:
+    """``more``: FSDP2 shards the rest of each stage, and gradients are clipped by the norm over all stages."""
     whole = init_device_mesh("cpu", (STAGES, world // STAGES), mesh_dim_names=("pp", "dp"))
     mesh = whole["dp"]
     index, dp = whole.get_local_rank("pp"), mesh.size()
     model = Stage(index)
     plan = dmuon.dedicate_params(model, mesh, costs="flops")
+    assert len(plan.owners) == 3 * LAYERS // STAGES, "a plan holds the matrices of its stage"
     if more:
         shard_blocks(model, mesh, dmuon.fully_shard)
     optimizer = dmuon.Muon(model, **OPTIONS)
@@ -169,34 +184,8 @@ def run_stage(
         if more:
             norms.append(float(dmuon.clip_grad_norm_(model.parameters(), MAX_NORM, pp_mesh=whole["pp"])))
         optimizer.step()
-    return global_names(full_state(model), index), sorted(plan.owners), max(flight), norms
-
-
-def run_reference(clip: bool) -> tuple[dict[str, Tensor], list[float]]:
-    model = build(layers=LAYERS)
-    optimizer = Reference(model)
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step, rows=16)).backward()
-        if clip:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
-    return {n: p.detach() for n, p in model.state_dict().items()}, norms
-
-
-@pytest.mark.pitfall("P19", "P36")
-@pytest.mark.parametrize(("schedule", "world", "more"), [("GPipe", 2, False), ("1F1B", 4, True)])
-def test_stages_equal_single_process(ranks: RankPool, schedule: str, world: int, more: bool) -> None:
-    """``more``: FSDP2 shards the rest of each stage, and gradients are clipped by the norm over all stages."""
-    results = ranks(world, run_stage, schedule, more)
-    expected, norms = run_reference(more)
-    dp = world // STAGES
-    for first, second in zip(results[:dp], results[dp:], strict=True):
-        assert_equal_weights({**first[0], **second[0]}, expected)
-    for weights, owned, flight, found in results:
-        stage_weights = results[0] if weights.keys() == results[0][0].keys() else results[-1]
-        assert all(torch.equal(tensor, stage_weights[0][name]) for name, tensor in weights.items())
-        assert len(owned) == 3 * LAYERS // STAGES, "a plan holds the matrices of its stage"
-        assert flight >= (2 if "embed.weight" in weights or schedule == "GPipe" else 1), "forwards in flight"
-        assert found == pytest.approx(norms, rel=1e-5)
+    expected, norms_of_one = run_reference(more)
+    weights = global_names(full_state(model), index)
+    assert_equal_weights(weights, {name: expected[name] for name in weights})
+    assert max(flight) >= (2 if index == 0 or schedule == "GPipe" else 1), "forwards in flight"
+    assert norms == pytest.approx(norms_of_one, rel=1e-5)

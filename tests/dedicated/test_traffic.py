@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
 from typing import Any
@@ -14,9 +13,8 @@ from harness.network import loss_of
 from harness.on_ranks import on_ranks
 from harness.topologies import lay
 from harness.toy import batch, build
-from harness.traffic import Amount, Traffic
+from harness.traffic import Amount, Traffic, live_bytes
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
@@ -69,23 +67,13 @@ def test_collectives_and_bytes_equal_the_formula(
         assert found == wanted, f"{purposes}: {found} calls and bytes, the formula says {wanted}; all: {amounts}"
 
 
-def _live_storage() -> int:
-    gc.collect()
-    storages = {}
-    for obj in gc.get_objects():
-        if issubclass(type(obj), Tensor) and not issubclass(type(obj), FakeTensor):  # torch.compile leaves some
-            storage = local_tensor(obj).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
 def _live_storage_down_to(limit: float) -> int:
     """What is live once it is at most ``limit``, or after 5 s.
 
     Gloo's thread lets go of the last collective's tensors when it comes to run.
     """
     deadline = time.monotonic() + 5
-    while (live := _live_storage()) > limit and time.monotonic() < deadline:
+    while (live := live_bytes()) > limit and time.monotonic() < deadline:
         time.sleep(0.1)
     return live
 
@@ -110,7 +98,7 @@ def _local_bytes(tensor: Tensor) -> int:
 )
 @on_ranks("layout")
 def test_live_memory_equals_the_formula(rank: int, world: int, layout: str, keep: bool, half: bool) -> None:
-    before = _live_storage()
+    before = live_bytes()
     torch.manual_seed(0)
     model = build(layers=6, hidden=512)
     whole = sum(p.numel() * 4 for p in model.parameters())

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from harness.assertions import assert_equal_weights
-from harness.network import full_state, loss_of
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, reference_weights
 from harness.topologies import Laid, lay
-from harness.toy import WIDTH, batch, build
+from harness.toy import WIDTH, build, train
 from programs.unusual import Optional, accumulate
 from torch import Tensor
 
@@ -96,7 +96,7 @@ def test_parameters_that_only_some_ranks_use(
         assert found == expected and len(found) == unused[step]
         optimizer.step()
         reference.step()
-    assert_equal_weights(full_state(laid.model), {n: p.detach() for n, p in model.state_dict().items()})
+    assert_equal_weights(full_state(laid.model), full_state(model))
 
 
 # -- compile ------------------------------------------------------------------------------------------------------
@@ -129,9 +129,5 @@ def test_compiled_blocks_are_exact_and_compile_once(rank: int, world: int, layou
     laid.train(optimizer, range(3))
     assert graphs >= 1 and counters["stats"]["unique_graphs"] == graphs, "compiled again in a later step"
     assert not counters["graph_break"]
-    reference = Reference(alone)
-    for step in (0, 0, 1, 2):
-        reference.zero_grad()
-        loss_of(alone, *batch(step)).backward()
-        reference.step()
-    assert_equal_weights(full_state(laid.model), {n: p.detach() for n, p in alone.state_dict().items()})
+    train(alone, Reference(alone), (0, 0, 1, 2))
+    assert_equal_weights(full_state(laid.model), full_state(alone))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
+from harness.assertions import about, assert_equal_weights
 from harness.network import Block, Network, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
-from harness.oracle import Reference, reference_weights
+from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import orthogonalized
 from harness.toy import CPU, OPTIONS, batch, build, train
@@ -101,35 +102,8 @@ def test_every_strategy_equals_one_process(rank: int, world: int) -> None:
 def test_each_rank_may_orthogonalize_what_lies_flat(rank: int, world: int) -> None:
     for strategy in ("replicated", "full_replication"):
         model = wrapped(build(), auto_wrap_policy=BLOCKS)
-        optimizer = dmuon.Muon(model, strategy=strategy, **OPTIONS)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, *shard(batch(step), rank, world)).backward()
-            optimizer.step()
+        train(model, dmuon.Muon(model, strategy=strategy, **OPTIONS), range(3), rank, world)
         assert_equal_weights(whole(model), reference_weights(3))
-
-
-@on_ranks(3)
-def test_clipping_accumulation_no_sync_and_missing_gradients(rank: int, world: int) -> None:
-    plain, model = build(), wrapped(build(), auto_wrap_policy=BLOCKS)
-    reference, optimizer = Reference(plain), dmuon.Muon(model, **OPTIONS)
-    for step in range(3):
-        for network, owner in ((plain, reference), (model, optimizer)):
-            owner.zero_grad()
-            parts = (0, 1) if network is plain else (rank, world)
-            with model.no_sync() if network is model and step == 1 else torch.enable_grad():
-                (0.5 * loss_of(network, *shard(batch(2 * step), *parts))).backward()
-            (0.5 * loss_of(network, *shard(batch(2 * step + 1), *parts))).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        model.clip_grad_norm_(0.1)
-        if step == 2:  # nobody has a gradient of these
-            plain.blocks[0].up.weight.grad = None
-            for name, param in model.named_parameters():
-                if "blocks.0" in name and "up.weight" in name:
-                    param.grad = None
-        reference.step()
-        optimizer.step()
-    assert_equal_weights(whole(model), dict(plain.named_parameters()))
 
 
 EACH = ModuleWrapPolicy({Block, nn.Linear})  # units within units, and some that hold nothing themselves
@@ -143,8 +117,19 @@ def frozen() -> Network:
     return model
 
 
-def as_built(_model: nn.Module, _step: int) -> None:
+def nothing(_model: nn.Module, _step: int) -> None:
     pass
+
+
+def clipped(model: nn.Module, step: int) -> None:
+    """In the last step nobody has a gradient of one matrix."""
+    if isinstance(model, FSDP):
+        model.clip_grad_norm_(0.1)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for name, param in model.named_parameters():
+        if step == 2 and "blocks.0" in name and "up.weight" in name:
+            param.grad = None
 
 
 def thawed(model: nn.Module, step: int) -> None:
@@ -154,19 +139,22 @@ def thawed(model: nn.Module, step: int) -> None:
             param.requires_grad_(step >= 1)
 
 
-PROGRAMS: dict[str, tuple[Callable[[], Network], Callable[[nn.Module, int], None], dict[str, Any]]] = {
-    "frozen": (frozen, as_built, {"auto_wrap_policy": BLOCKS}),
-    "frozen, in one flat tensor": (frozen, as_built, {}),
-    "frozen, on every rank": (frozen, as_built, {"strategy": "NO_SHARD", "auto_wrap_policy": BLOCKS}),
-    "trained later": (build, thawed, {"auto_wrap_policy": BLOCKS}),
-    "each layer": (build, as_built, {"auto_wrap_policy": EACH}),
-    "each layer, on every rank": (build, as_built, {"strategy": "NO_SHARD", "auto_wrap_policy": EACH}),
+Change = Callable[[nn.Module, int], None]
+# A network, what happens before a forward and before a step, and how it is wrapped.
+PROGRAMS: dict[str, tuple[Callable[[], Network], Change, Change, dict[str, Any]]] = {
+    "frozen": (frozen, nothing, nothing, {"auto_wrap_policy": BLOCKS}),
+    "frozen, in one flat tensor": (frozen, nothing, nothing, {}),
+    "frozen, on every rank": (frozen, nothing, nothing, {"strategy": "NO_SHARD", "auto_wrap_policy": BLOCKS}),
+    "trained later": (build, thawed, nothing, {"auto_wrap_policy": BLOCKS}),
+    "each layer": (build, nothing, nothing, {"auto_wrap_policy": EACH}),
+    "each layer, on every rank": (build, nothing, nothing, {"strategy": "NO_SHARD", "auto_wrap_policy": EACH}),
+    "clipped": (build, nothing, clipped, {"auto_wrap_policy": BLOCKS}),
 }
 
 
 @on_ranks(2, timeout=180)
 def test_frozen_nested_and_accumulated_equal_one_process(rank: int, world: int) -> None:
-    for program, (network, change, options) in PROGRAMS.items():
+    for program, (network, change, finish, options) in PROGRAMS.items():
         plain, model = network(), wrapped(network(), **options)
         reference, optimizer = (dmuon.Muon(dmuon.param_groups(m), **OPTIONS) for m in (plain, model))
         for step in range(3):
@@ -176,11 +164,10 @@ def test_frozen_nested_and_accumulated_equal_one_process(rank: int, world: int) 
                 with one.no_sync() if isinstance(one, FSDP) and step != 1 else torch.enable_grad():
                     (0.5 * loss_of(one, *shard(batch(2 * step), *parts))).backward()
                 (0.5 * loss_of(one, *shard(batch(2 * step + 1), *parts))).backward()
+                finish(one, step)
                 owner.step()
-        try:
+        with about(program):
             assert_equal_weights(whole(model), dict(plain.named_parameters()))
-        except AssertionError as error:
-            raise AssertionError(program) from error
 
 
 @on_ranks(2)
@@ -252,10 +239,6 @@ def spec_in(fqn: str, _module: nn.Module, _param: nn.Parameter) -> MatrixSpec:
     return Odd.SPECS[fqn.rpartition(".")[2]]
 
 
-def odd_alone(_rank: int, _world: int, steps: int) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in trained_odd(Odd(), steps)[0].named_parameters()}
-
-
 def trained_odd(model: nn.Module, steps: int) -> tuple[nn.Module, dmuon.Muon]:
     optimizer = dmuon.Muon(model, select=spec_in, **OPTIONS)
     for step in range(steps):
@@ -265,17 +248,13 @@ def trained_odd(model: nn.Module, steps: int) -> tuple[nn.Module, dmuon.Muon]:
     return model, optimizer
 
 
-def wrapped_odd(_rank: int, _world: int, steps: int) -> dict[str, Tensor]:
-    model, optimizer = trained_odd(wrapped(Odd()), steps)
+@on_ranks(3)
+def test_fused_tensors_kernels_and_stacks_are_cut_anywhere(rank: int, world: int) -> None:
+    alone, _ = trained_odd(Odd(), 3)
+    model, optimizer = trained_odd(wrapped(Odd()), 3)
     assert {row.shape for row in optimizer.exchanged()} >= {"3x5", "5x3", "4x12", "2x4"}
     assert "sharded as one row (FSDP1) on ranks" in dmuon.explain(model, optimizer)
-    return whole(model)
-
-
-def test_fused_tensors_kernels_and_stacks_are_cut_anywhere(ranks: RankPool) -> None:
-    [expected] = ranks(1, odd_alone, 3)
-    for weights in ranks(3, wrapped_odd, 3):
-        assert_equal_weights(weights, expected)
+    assert_equal_weights(whole(model), {name: p.detach() for name, p in alone.named_parameters()})
 
 
 # -- configurations -------------------------------------------------------------------------------------------------
@@ -352,10 +331,6 @@ def test_checkpoints_continue_on_other_numbers_of_ranks(ranks: RankPool, tmp_pat
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-def parameters_not_kept() -> None:
-    dmuon.Muon(FSDP(build(), use_orig_params=False, device_id=CPU))
-
-
 def built_inside_summon() -> None:
     model = wrapped(build())
     with FSDP.summon_full_params(model):
@@ -385,16 +360,8 @@ def clipped_by_parts() -> None:
     dmuon.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def scaled_by_rows() -> None:
-    dmuon.Muon(wrapped(build()), second_moment="row")
-
-
-def scaled_by_elements() -> None:
-    dmuon.Muon(wrapped(build()), second_moment="element")
-
-
-def on_a_sphere() -> None:
-    dmuon.Muon(wrapped(build()), weight_decay_mode="hyperball")
+def with_option(name: str, value: str) -> None:
+    dmuon.Muon(wrapped(build()), **{name: value})
 
 
 def step_without_reduction() -> None:
@@ -406,13 +373,22 @@ def step_without_reduction() -> None:
 
 
 REFUSALS: list[tuple[Callable[[], None], type[Exception], str]] = [
-    (parameters_not_kept, ValueError, "FSDP1.*use_orig_params=True"),
+    (
+        lambda: dmuon.Muon(FSDP(build(), use_orig_params=False, device_id=CPU)),
+        ValueError,
+        "FSDP1.*use_orig_params=True",
+    ),
     (built_inside_summon, ValueError, "outside of forward, backward and summon_full_params"),
     (stepped_inside_summon, ValueError, "outside of forward, backward and summon_full_params"),
     (wrapped_later, ValueError, "wrapped in .*FSDP1.* since the optimizer was built; build the optimizer after that"),
-    (scaled_by_rows, ValueError, "second_moment for 'blocks.*, of which FSDP1 has a flat shard"),
-    (scaled_by_elements, ValueError, "second_moment for 'blocks.*, of which FSDP1 has a flat shard"),
-    (on_a_sphere, ValueError, "'hyperball' for 'blocks.*, of which FSDP1 has a flat shard"),
+    *(
+        (partial(with_option, name, value), ValueError, f"{said} for 'blocks.*, of which FSDP1 has a flat shard")
+        for name, value, said in (
+            ("second_moment", "row", "second_moment"),
+            ("second_moment", "element", "second_moment"),
+            ("weight_decay_mode", "hyperball", "'hyperball'"),
+        )
+    ),
     (clipped_by_parts, ValueError, "call clip_grad_norm_ of the FSDP1 model itself"),
     (step_without_reduction, ValueError, "gradient of .* is "),
 ]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.checkpoints import is_2d
 from harness.hand_laid import Cut, Weights
 from harness.inside import default_store, exchange_of
 from harness.network import full_state, loss_of
@@ -39,16 +40,9 @@ STEPS = 3
 MATRICES = 11  # of the toy model, the embedding and the head included
 
 
-def is_2d(name: str) -> bool:
-    """What goes to Muon when it is given ``model.parameters()``."""
-    return name in ("embed.weight", "head.weight") or (
-        name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name
-    )
-
-
 @cache
 def expected_weights(steps: int = STEPS) -> dict[str, Tensor]:
-    """Of ``torch.optim.Muon`` and ``AdamW`` in one process."""
+    """Of ``torch.optim.Muon`` and ``AdamW`` in one process, given ``model.parameters()``."""
     model = build()
     reference = Reference(model, matrix=is_2d, lr=CALL["lr"])
     train(model, reference, range(steps))

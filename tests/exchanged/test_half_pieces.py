@@ -198,9 +198,8 @@ def test_ranks_of_several_domains_add_up_norms_in_one_order(
             {"params": params[i :: len(dtypes)], "use_muon": True, **({"ns_dtype": dtype} if half else {})}
             for i, dtype in enumerate(dtypes)
         ]
-        config = dmuon.create_dtensor_config(costs="flops")
+        config = dmuon.create_dtensor_config(costs="flops", prefetch_count=prefetch)
         optimizer = dmuon.Muon(groups, lr=0.1, weight_decay=0.0, distributed_config=config)
-        optimizer._prefetch = prefetch
         before = [whole(p).clone() for p in params]
         for step in range(2):
             for i, param in enumerate(params):

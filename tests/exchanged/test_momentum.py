@@ -159,6 +159,7 @@ FAULTS = {
 FAULTS_ON = {
     ("fsdp2-2", False): list(FAULTS),
     ("fsdp2-2", True): ["part"],
+    **{("1d-two-lines", everywhere): ["fewer", "moved", "route", "shape"] for everywhere in (False, True)},
     # Norms lie over other ranks than the matrices there, and no group of these ranks is dmuon's.
     ("fsdp2-tp", False): [fault for fault in FAULTS if fault not in ("AdamW missing", "AdamW whole")],
     ("ddp", True): [fault for fault in FAULTS if fault.split()[-1] not in ("missing", "whole", "tensor")],
@@ -181,7 +182,7 @@ def told(ranks: RankPool) -> Callable[[str, bool], list[list[Outcome]]]:
 @pytest.mark.parametrize(
     ("name", "everywhere", "fault"),
     [
-        pytest.param(*layout, fault, marks=() if layout[0] == "fsdp2-2" else pytest.mark.slow)
+        pytest.param(*layout, fault, marks=() if layout[0] in ("fsdp2-2", "1d-two-lines") else pytest.mark.slow)
         for layout, faults in FAULTS_ON.items()
         for fault in faults
     ],

@@ -15,9 +15,8 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
 from harness.network import full_state
-from harness.on_ranks import on_ranks, over_ranks
+from harness.on_ranks import of_all_ranks, on_ranks, over_ranks
 from harness.oracle import reference_weights
-from harness.pool import RankPool
 from harness.topologies import lay, orthogonalized
 from harness.toy import build
 from torch import Tensor
@@ -82,26 +81,10 @@ def scatter(update: Tensor | None, src_rank: int, state: State) -> Tensor | None
     return Joined(*scatter_with_work(update, src_rank, state)).wait()
 
 
-# Of the architecture document, for copies on all ranks; others than the owner allocate what they receive.
-
-
-def cp_gather(update: Tensor, rank: int, state: State) -> Tensor:
-    return update.clone()
-
-
-def cp_redistribute(ortho_update: Tensor | None, rank: int, state: State) -> Tensor:
-    assignments = state["assignments"]  # {rank: [indices]}
-    param_idx = state["current_param_idx"]
-    owner_rank = None
-    for r, param_indices in assignments.items():
-        if param_idx in param_indices:
-            owner_rank = r
-            break
-    assert owner_rank == rank
-    if ortho_update is None:
-        ortho_update = torch.empty(shape_now(state))
-    dist.broadcast(ortho_update, src=owner_rank, group=state["cp_process_group"])
-    return ortho_update
+def copy_from_owner(update: Tensor | None, src_rank: int, state: State) -> Tensor:
+    found = torch.empty(shape_now(state)) if update is None else update
+    dist.broadcast(found, src=src_rank, group=state["process_group"])
+    return found
 
 
 ROWS: dict[str, Functions] = {
@@ -161,35 +144,6 @@ def stepped(
     return [param.detach() for param in weights.params]
 
 
-def cut_rows(rank: int, world: int, name: str, assign: Any) -> list[list[tuple[str, int, int]]]:
-    """All modes give bitwise the same, which is what one process gives; the calls of each mode."""
-    shapes: list[tuple[int, ...]] = [(6, 4), (12, 5), (6, 4), (6, 9), (18, 3)]
-    results, calls = [], []
-    for together, prefetch in MODES:
-        recorded = Recorded(ROWS[name])
-        config = DistributedConfig(assign, recorded.gather_fn, recorded.redistribute_fn, {}, together, prefetch)
-        results.append(stepped(rank, world, config, shapes, cut=True))
-        calls.append(recorded.calls)
-    for mode, result in zip(MODES[1:], results[1:], strict=True):
-        assert all(map(torch.equal, result, results[0])), f"{mode} differs from {MODES[0]}"
-    return calls
-
-
-@pytest.mark.pitfall("P25", "P26")
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("name", ROWS)
-def test_functions_of_every_form_equal_one_process(ranks: RankPool, name: str, world: int) -> None:
-    calls = ranks(world, cut_rows, name, by_rank if name == "mixed" else by_index)
-    assert all(of_rank == calls[0] for of_rank in calls), "ranks call in another order"
-    for (together, prefetch), made in zip(MODES, calls[0], strict=True):
-        assert len(made) == STEPS * 5 * 2
-        for index in range(5):
-            mine = [what for what, i, _ in made if i == index]
-            assert mine == ["gather", "redistribute"] * STEPS
-        if not together and not prefetch:
-            assert [what for what, _, _ in made] == ["gather", "redistribute"] * (STEPS * 5)
-
-
 def ahead_of(made: list[tuple[str, int, int]]) -> int:
     """Most gathers that were ahead of their redistribution."""
     ahead = most = 0
@@ -199,11 +153,29 @@ def ahead_of(made: list[tuple[str, int, int]]) -> int:
     return most
 
 
-def test_prefetch_count_bounds_what_is_ahead(ranks: RankPool) -> None:
-    calls = ranks(2, cut_rows, "with work", by_index)[0]
-    ahead = {mode: ahead_of(made) for mode, made in zip(MODES, calls, strict=True)}
+@pytest.mark.pitfall("P25", "P26")
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("name", ROWS)
+@on_ranks()
+def test_functions_of_every_form_equal_one_process(rank: int, world: int, name: str) -> None:
+    """To the same bits in all modes, with the same calls on all ranks, of which ``prefetch_count`` bounds some."""
+    shapes: list[tuple[int, ...]] = [(6, 4), (12, 5), (6, 4), (6, 9), (18, 3)]
+    assign: Any = by_rank if name == "mixed" else by_index
+    results, ahead = [], {}
+    for together, prefetch in MODES:
+        recorded = Recorded(ROWS[name])
+        config = DistributedConfig(assign, recorded.gather_fn, recorded.redistribute_fn, {}, together, prefetch)
+        results.append(stepped(rank, world, config, shapes, cut=True))
+        made = recorded.calls
+        assert of_all_ranks(made) == [made] * world, "ranks call in another order"
+        assert len(made) == STEPS * 5 * 2
+        for index in range(5):
+            assert [what for what, i, _ in made if i == index] == ["gather", "redistribute"] * STEPS
+        ahead[together, prefetch] = ahead_of(made)
+    for mode, result in zip(MODES[1:], results[1:], strict=True):
+        assert all(map(torch.equal, result, results[0])), f"{mode} differs from {MODES[0]}"
     assert ahead[False, 0] == 1 and ahead[False, 2] == 3
-    assert ahead[True, 0] == 2 and 2 < ahead[True, 1] <= 4
+    assert ahead[True, 0] == world < ahead[True, 1] <= 2 * world
 
 
 def identity(update: Tensor, rank: int, state: State) -> Tensor:
@@ -292,9 +264,9 @@ def test_fewer_ranks_than_all_take_part(rank: int, world: int) -> None:
     if rank == 0:
         return
     shapes = [(6, 4), (5, 7)]
-    state = {"cp_process_group": group, "process_group": group, "shapes": shapes}
+    state = {"process_group": group, "shapes": shapes}
     config = DistributedConfig(
-        lambda params, state: {1: [0], 2: [1]}, cp_gather, cp_redistribute, state, prefetch_count=0
+        lambda params, state: {1: [0], 2: [1]}, identity, copy_from_owner, state, prefetch_count=0
     )
     weights = Weights().cut([Cut(shape) for shape in shapes])
     assert weights.train(weights.optimizer(config), STEPS) == STEPS

@@ -202,6 +202,21 @@ def load(run: Run, path: str, flat: bool = False) -> None:
     )
 
 
+def save_after_steps(_rank: int, _world: int, path: str, name: str, flat: bool = False, member: Any = None) -> None:
+    run = start(name, member=member)
+    run.train(range(SAVED))
+    save(run, path, flat)
+
+
+def resumed(path: str, name: str, member: Any) -> Run:
+    """After all steps. It began with other values, and with state to be overwritten."""
+    run = start(name, seed=50, member=member)
+    run.train(range(1))
+    load(run, path)
+    run.train(range(SAVED, TOTAL))
+    return run
+
+
 class Plain:
     """One process of torch alone after ``steps``: what whole state dicts must hold, by name."""
 

@@ -19,6 +19,7 @@ import dmuon
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from harness.dtensors import local_tensor
 from harness.network import Network, loss_of
+from harness.on_ranks import of_all_ranks
 from harness.topologies import Laid, lay
 from harness.toy import batch, build
 
@@ -65,8 +66,7 @@ def whole(tensor: Tensor) -> Tensor:
     """All of ``tensor``, on every rank; collective."""
     if not isinstance(tensor, OwnedTensor):
         return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, local_tensor(tensor))
+    parts = of_all_ranks(local_tensor(tensor))
     held = [part for part in parts if part.numel()]
     last = tensor.placements[-1]
     if held[0].shape != tensor.shape:

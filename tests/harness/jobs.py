@@ -91,6 +91,18 @@ def _child(log: str, program: Callable[..., None], rank: int, *args: Any) -> Non
     program(rank, *args)
 
 
+def kill(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def throw(*_: Any) -> None:
+    raise LookupError("the user's own mistake")
+
+
 def hosted_store() -> Any:
     """Of this process, for ranks that come and go."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

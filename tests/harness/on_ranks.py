@@ -65,6 +65,13 @@ def over_ranks(number: int, group: dist.ProcessGroup | None = None) -> int:
     return int(total)
 
 
+def of_all_ranks(mine: Any) -> list[Any]:
+    """What each rank has, on all of them. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
 def assert_same_over_ranks(weights: Mapping[str, Tensor]) -> None:
     """The same bits as on the first of the ranks. Collective."""
     for name, tensor in weights.items():

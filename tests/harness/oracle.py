@@ -14,22 +14,27 @@ from torch import Tensor
 from harness.network import is_matrix, loss_of
 from harness.toy import DECAY, LR, batch, build
 
+Coefficients = tuple[float, float, float]
+
+
+def newton_schulz(x: Tensor, coefficients: Sequence[Coefficients], eps: float = 0.0) -> Tensor:
+    """As a loop in the dtype of ``x``; zeros stay zeros if ``eps`` is not."""
+    is_tall = len(x) > x.shape[1]
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=eps)
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if is_tall else x
+
 
 @contextmanager
 def fp32_newton_schulz() -> Any:
     """``torch.optim.Muon`` with the same loop in fp32; its own is wired to bf16."""
     from torch.optim import _muon
 
-    def loop(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-        a, b, c = coefficients
-        x = grad.float()
-        if grad.size(0) > grad.size(1):
-            x = x.T
-        x = x / x.norm().clamp(min=eps)
-        for _ in range(steps):
-            gram = x @ x.T
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x.T if grad.size(0) > grad.size(1) else x
+    def loop(grad: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
+        return newton_schulz(grad.float(), [coefficients] * steps, eps)
 
     original = _muon._zeropower_via_newtonschulz
     _muon._zeropower_via_newtonschulz = loop

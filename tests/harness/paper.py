@@ -9,22 +9,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from harness.oracle import Twin
+from harness.oracle import Twin, newton_schulz
 from harness.toy import DECAY, LR
 
-CLASSIC = (3.4445, -4.775, 2.0315)
-
-
-def newton_schulz(x: Tensor) -> Tensor:
-    """Keller Jordan's five steps, in the dtype of ``x``."""
-    wide = x if len(x) <= x.shape[1] else x.T
-    norm = wide.norm()
-    wide = wide / norm if norm else wide
-    a, b, c = CLASSIC
-    for _ in range(5):
-        gram = wide @ wide.T
-        wide = a * wide + (b * gram + c * gram @ gram) @ wide
-    return wide if len(x) <= x.shape[1] else wide.T
+CLASSIC = [(3.4445, -4.775, 2.0315)] * 5  # Keller Jordan's five steps
 
 
 class Paper(Twin):
@@ -80,7 +68,7 @@ class Paper(Twin):
     def orthogonal(self, x: Tensor, moments: dict[str, Tensor]) -> Tensor:
         by_user = self.family.get("orthogonalize")
         x = x.sign() if self.family.get("second_moment") == "element" else x
-        found = newton_schulz(x) if by_user is None else by_user(x[None])[0]
+        found = newton_schulz(x, CLASSIC, eps=1e-30) if by_user is None else by_user(x[None])[0]
         if self.family.get("second_moment") == "row":
             rows, beta = moments["rows"], self.family.get("second_moment_beta", 0.95)
             rows.copy_(beta * rows + (1 - beta) * found.square().mean(1, keepdim=True))

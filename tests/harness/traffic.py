@@ -1,7 +1,8 @@
-"""Counts what travels: the collectives that a rank starts, by process group and by operator of the back end."""
+"""Counts what travels, by process group and by operator of the back end, and what is in memory."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.dtensors import local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,18 @@ class Traffic(TorchDispatchMode):
         for (_, operator), amount in sorted(self.amounts.items(), key=lambda item: item[0][1]):
             found[operator] = found.get(operator, Amount()) + amount
         return found
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process."""
+    gc.collect()
+    storages = {}
+    for obj in gc.get_objects():
+        kind = type(obj)  # torch.compile leaves some that are fake
+        if issubclass(kind, Tensor) and not issubclass(kind, FakeTensor) and not obj.is_meta:
+            storage = local_tensor(obj).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def _region_nbytes(name: str, args: Sequence[Any]) -> int:

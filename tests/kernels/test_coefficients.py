@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -100,33 +99,6 @@ def test_presets_restart_once_in_fp16_and_fp32(preset):
 def test_unsafe_restarts_are_refused_with_the_remedy(preset, restarts, dtype):
     with pytest.raises(ValueError, match=r"restarts=.* is unsafe .*use restarts='auto'.*method='standard'"):
         orthogonalize(torch.randn(8, 16), coefficients=preset, restarts=restarts, dtype=dtype)
-
-
-def minimax(lower, upper):
-    """``(a, b, c)`` of the odd quintic that minimizes ``max |1 - p(s)|`` over the interval, by the Remez exchange."""
-    if lower >= (1.0 - 5e-6) * upper:  # the limit for a vanishing interval
-        return 1.875 / upper, -1.25 / upper**3, 0.375 / upper**5
-    inner, outer = (3 * lower + upper) / 4, (lower + 3 * upper) / 4
-    for _ in range(100):
-        points = (lower, inner, outer, upper)
-        rows = [[s, s**3, s**5, sign] for s, sign in zip(points, (1.0, -1.0, 1.0, -1.0), strict=True)]
-        a, b, c, _ = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), torch.ones(4).double()).tolist()
-        inner, outer = (math.sqrt((-3 * b + sign * math.sqrt(9 * b * b - 20 * a * c)) / (10 * c)) for sign in (-1, 1))
-    return a, b, c
-
-
-def test_polar_express_is_what_its_paper_derives():
-    lower, upper, cushion = 1e-3, 1.0, 0.02407327424182761
-    for found in coefficient_sequence("polar_express", 12):
-        a, b, c = minimax(max(lower, cushion * upper), upper)
-
-        def image(s, a=a, b=b, c=c):
-            return s * (a + s * s * (b + s * s * c))
-
-        scale = 2.0 / (image(lower) + image(upper)) if cushion * upper > lower else 1.0  # recentred on one
-        assert found == pytest.approx((a * scale / 1.05, b * scale / 1.05**3, c * scale / 1.05**5), rel=1e-9)
-        lower = image(lower) * scale
-        upper = 2.0 - lower
 
 
 def test_a_default_device_of_the_users_changes_nothing():

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.nn as nn
-from harness.families import HEADS, Conv1D, bare, experts, of
-from harness.trees import D, H, linear, node
+from harness.trees import HEADS, Conv1D, D, H, bare, experts, linear, node, of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import dmuon

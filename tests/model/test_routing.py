@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness.families import Conv1D, bare, of
-from harness.trees import Called, D, H, V, linear, llama, node, stack
+from harness.small_convnets import CONVNETS
+from harness.small_models import CASES, Case, Model, chain, tied_layers
+from harness.small_models import build as small
+from harness.trees import Called, Conv1D, D, H, V, bare, linear, llama, node, of, stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dmuon.model.routing import notice, route_parameters, route_to_blocks
@@ -184,7 +186,13 @@ def test_unusual_linear_layers_inside_a_block_go_to_muon() -> None:
 class Small(Called):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = linear(), linear(D, 3)
+        self.a, self.b = linear(), linear()
+
+
+def stages(*depths: int) -> nn.Module:
+    """As ResNets: stages of layers of one class, a stem and a head."""
+    parts = {f"layer{i}": nn.Sequential(*(Small() for _ in range(depth))) for i, depth in enumerate(depths)}
+    return node(stem=linear(3), **parts, head=linear(D, 2))
 
 
 CONTAINERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
@@ -239,14 +247,57 @@ CONTAINERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "MLP of Sequentials": (
         lambda: nn.Sequential(*(nn.Sequential(linear(), nn.ReLU()) for _ in range(2)), linear(D, V)), ["0", "1"],
     ),
+    "stages that are attributes": (lambda: stages(1, 2, 1), ["layer0.0", "layer1.0", "layer1.1", "layer2.0"]),
+    "stages of one layer": (lambda: stages(1, 1), ["layer0.0", "layer1.0"]),
+    "stages that begin otherwise": (
+        lambda: nn.Sequential(*(nn.Sequential(node(down=linear()), Small(), Small()) for _ in range(2))),
+        [f"{i}.{j}" for i in range(2) for j in range(3)],
+    ),
+    "elements of single layers and groups": (
+        lambda: nn.Sequential(*(nn.Sequential(linear(), Small()) for _ in range(2)), linear(D, 2)), ["0", "1"],
+    ),
+    "layers of the same class elsewhere": (
+        lambda: node(stem=linear(3), first=Small(), down=nn.Sequential(nn.ReLU(), Small()), head=linear(D, 2)),
+        ["first.a", "first.b", "down.1.a", "down.1.b"],
+    ),
+    "the same, where they repeat": (
+        lambda: node(stem=linear(3), first=Small(), down=nn.Sequential(Small(), Small()), head=linear(D, 2)),
+        ["first.a", "first.b", "down.0.a", "down.0.b", "down.1.a", "down.1.b"],
+    ),
+    "a layer of the same class as a list's": (
+        lambda: node(first=nn.Sequential(Small()), others=stack(Small), head=nn.Sequential(linear(D, 2))),
+        ["first.0", "others.0", "others.1"],
+    ),
+    "one Sequential of plain layers in another": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Sequential(linear(3), nn.ReLU(), linear(), nn.ReLU(), linear(D, 2))),
+        ["1.2"],
+    ),
+    "a list of bare layers": (
+        lambda: node(layers=nn.ModuleList([linear(3), linear(), linear(), linear(D, 2)])), ["layers.1", "layers.2"],
+    ),
+    "a stack without matrices": (
+        lambda: node(norms=stack(lambda: node(norm=nn.LayerNorm(D))), a=linear(3), b=linear(), c=linear(D, 2)), ["b"],
+    ),
+    "a stack beside layers that are attributes": (
+        lambda: node(encoder=stack(Small, 1), fc1=linear(), fc2=linear(), out=linear(D, 2)), ["encoder.0"],
+    ),
+    "as many outputs as inputs, and joined layers": (
+        lambda: node(
+            enter=linear(3, D), middle=linear(), joint=linear(3 + 2 * D, D), last=linear(D, D), leave=linear(D, 3)
+        ),
+        ["middle", "joint", "last"],
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.pitfall("P03", "P20")
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_blocks_are_the_elements_of_the_outermost_stacks(name: str) -> None:
+def test_blocks_are_the_elements_of_the_outermost_stacks_or_hidden_layers(name: str) -> None:
     make, blocks = CONTAINERS[name]
-    assert list(dict.fromkeys(muon(make()).values())) == blocks
+    found = muon(make())
+    assert list(dict.fromkeys(found.values())) == blocks
+    inside = [n for n, p in make().named_parameters() if p.ndim == 2 and n.startswith(tuple(f"{b}." for b in blocks))]
+    assert list(found) == inside == [r.fqn for r in route_parameters(make()) if r.muon]
 
 
 @pytest.mark.pitfall("P03")
@@ -471,9 +522,9 @@ NONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tables that are no layer's": (
         lambda: node(embed=nn.Embedding(V, D), pos=bare(5, D), cls=bare(1, 1, D)), "no layer inside a block, or hidden",
     ),
-    "a trainable head": (
-        lambda: node(h=stack(lambda: node(a=linear().requires_grad_(False))), head=linear()),
-        "the 2 that its rule gives it are frozen; AdamW trains 1$",
+    "a head of several layers that trains": (
+        lambda: node(h=stack(lambda: node(a=linear())).requires_grad_(False), a=linear(), b=linear(), head=linear()),
+        "the 2 that its rule gives it are frozen; AdamW trains 3$",
     ),
     "a frozen stack and a trainable input layer": (
         lambda: node(enter=linear(3), h=stack(lambda: node(a=linear())).requires_grad_(False)),
@@ -551,3 +602,62 @@ def test_a_frozen_tensor_that_looks_fused_is_refused_when_it_trains() -> None:
     model.requires_grad_(True)
     with pytest.raises(ValueError, match=r"'h\.0\.qkv\.weight' of shape .* looks like several projections fused"):
         routes(model)
+
+
+# -- models without stacks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *CONVNETS.values()], ids=[*CASES, *CONVNETS])
+def test_muon_takes_the_hidden_matrices_of_models_without_stacks_and_blocks_are_their_layers(case: Case) -> None:
+    taken = [f"{name}.weight" for name in case.hidden]
+    assert [r.fqn for r in route_parameters(case.make()) if r.muon] == taken
+    found = {r.fqn: r.block for r in route_to_blocks(case.make()) if r.muon}
+    assert list(found) == taken
+    assert tuple(dict.fromkeys(found.values())) == (case.blocks or case.hidden)
+
+
+def test_a_weight_that_layers_share_needs_a_model_that_is_called() -> None:
+    model = tied_layers()
+    parts = nn.ModuleDict(dict(model.named_children()))
+    with pytest.raises(ValueError, match=r"'fc2.weight' is shared by blocks fc2, fc3; untie it, .*blocks=\[model\]"):
+        route_to_blocks(parts)
+    assert [r.fqn for r in route_parameters(parts) if r.muon] == ["fc2.weight"], "without blocks nothing is asked for"
+    assert {r.block for r in route_to_blocks(Model(chain("body"), body=model)) if r.muon} == {"(model)"}
+
+
+def test_blocks_may_be_the_whole_model_which_hides_nothing() -> None:
+    for case in CASES.values():
+        model = case.make()
+        found = {r.fqn: r.block for r in route_to_blocks(model, blocks=[model]) if r.muon}
+        assert found == {f"{name}.weight": "(model)" for name in case.hidden}
+
+
+@pytest.mark.parametrize(
+    ("holder", "block"),
+    [
+        (lambda: nn.ParameterList([nn.Parameter(torch.ones(3, 3))]), "part"),
+        (lambda: nn.TransformerDecoderLayer(D, 2, H), "part.holder"),  # evaluation reads its children's weights
+        (lambda: nn.MultiheadAttention(D, 2, kdim=3, vdim=4), "part.holder"),
+        (lambda: checkpoint_wrapper(linear()), "part.holder"),  # recomputation happens inside of it
+        (linear, "part.holder"),
+    ],
+)
+def test_a_block_is_what_is_called_when_its_weights_are_used(holder: Callable[[], nn.Module], block: str) -> None:
+    model = node(part=node(holder=holder()), head=linear())
+
+    def inside(fqn: str, module: nn.Module, param: nn.Parameter) -> bool:
+        return "holder" in fqn and param.ndim == 2
+
+    found = [r for r in route_to_blocks(model, select=inside) if r.muon]
+    assert found and {r.block for r in found} == {block}
+    assert {r.block_module for r in found} == {model.get_submodule(block)}
+
+
+def test_reasons_say_what_is_an_input_or_an_output_layer() -> None:
+    found = {r.fqn: r.reason for r in route_parameters(small("actor and critic")) if r.param.ndim == 2}
+    ends = {
+        f"{part}.{i}.weight": f"{end} layer" for part in ("actor", "critic") for i, end in ((0, "input"), (4, "output"))
+    }
+    assert found == ends | {f"{part}.2.weight": "matrix of a hidden layer" for part in ("actor", "critic")}
+    found = {r.fqn: r.reason for r in route_parameters(small("input and output layer only")) if r.param.ndim == 2}
+    assert found == {"fc1.weight": "input layer of a model without hidden layers", "fc2.weight": "output layer"}

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch.nn as nn
-from harness.families import HEADS, Conv1D, bare, experts, of
-from harness.trees import D, H, linear, llama, node, stack
+from harness.trees import HEADS, Conv1D, D, H, bare, experts, linear, llama, node, of, stack
 from torch.distributed.tensor import Replicate
 
 import dmuon

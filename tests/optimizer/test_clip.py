@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from harness.assertions import assert_equal_weights
+from harness.assertions import about, assert_equal_weights
 from harness.clipping import (
     MIXED,
     ORDERS,
@@ -115,9 +115,7 @@ def clip_every_order(params: dict[str, Tensor]) -> list[float]:
     return totals
 
 
-def norms_of_some(params: dict[str, Tensor]) -> int:
-    """How many norms of how many gradients were compared."""
-    compared = 0
+def norms_of_some(params: dict[str, Tensor]) -> None:
     for name in ("blocks.0.up.bias", "blocks.2.mix.weight", "norm.weight"):
         local_tensor(params[name].grad).zero_()  # type: ignore[arg-type]
     wholes = all_whole(params)
@@ -135,7 +133,6 @@ def norms_of_some(params: dict[str, Tensor]) -> int:
         if any(isinstance(params[n], OwnedTensor) for n in names):
             stock = torch_clip(params[names[0]] if len(names) == 1 else (params[n] for n in names), math.inf, order)
             assert float(stock) == near(expected), f"{case}, order {order}, by torch"
-        compared += 1
     for name in ("blocks.0.mix.weight", "blocks.0.up.bias", "embed.weight"):
         params[name].grad = None
         del wholes[name]
@@ -146,11 +143,9 @@ def norms_of_some(params: dict[str, Tensor]) -> int:
         for clip in clips:
             found = clip(params.values(), math.inf, order)
             assert float(found) == near(true_norm(wholes.values(), order)), f"without some, order {order}"
-        compared += 1
     for param in params.values():
         param.grad = None
     assert [float(dmuon.clip_grad_norm_(params.values(), 1.0, p)) for p in ORDERS] == [0.0] * len(ORDERS)
-    return compared
 
 
 def poison(grad: Tensor, holder: int, bad: float) -> None:
@@ -167,9 +162,8 @@ def poison(grad: Tensor, holder: int, bad: float) -> None:
         local_tensor(grad).view(-1)[0] = bad
 
 
-def clip_nonfinite(params: dict[str, Tensor]) -> int:
-    """How many poisoned gradients were told of."""
-    world, compared = dist.get_world_size(), 0
+def clip_nonfinite(params: dict[str, Tensor]) -> None:
+    world = dist.get_world_size()
     names = ("blocks.1.up.weight", "blocks.2.up.bias", "embed.weight")
     wholes, clean = all_whole(params), Snapshot(params.values())
     owned = any(isinstance(param, OwnedTensor) for param in params.values())
@@ -187,14 +181,10 @@ def clip_nonfinite(params: dict[str, Tensor]) -> int:
             assert float(clip(params.values(), 1.0, order)) == near(norm), case
             snapshot.assert_clipped(1.0, norm, case)
             snapshot.restore()
-            compared += 1
         clean.restore()
-    return compared
 
 
-def clip_values(params: dict[str, Tensor]) -> int:
-    """How many limits were held."""
-    compared = 0
+def clip_values(params: dict[str, Tensor]) -> None:
     snapshot = Snapshot(params.values())
     for limit in (1e-3, 0.0, math.inf):
         with operations() as ran:
@@ -202,8 +192,6 @@ def clip_values(params: dict[str, Tensor]) -> int:
         assert not COLLECTIVES & set(ran)
         snapshot.assert_clamped(limit, f"clip_value {limit}")
         snapshot.restore()
-        compared += 1
-    return compared
 
 
 # torch's own functions.
@@ -233,29 +221,28 @@ def torch_every_order(params: dict[str, Tensor]) -> list[float]:
     return totals
 
 
-def record_operations(params: dict[str, Tensor]) -> dict[tuple[float, bool | None], list[str]]:
-    """What runs, by order and ``foreach``."""
-    recorded = {}
+def nothing_waits_and_foreach_is_obeyed(params: dict[str, Tensor]) -> None:
     for order, foreach in itertools.product((2.0, 0.0, math.inf, -math.inf), (None, True, False)):
         with operations() as names:
             dmuon.clip_grad_norm_(params.values(), 1.0, order, foreach=foreach)
-        recorded[order, foreach] = names
-    return recorded
+        assert not {"_local_scalar_dense", "is_nonzero", "nonzero"} & set(names), "the host waits for the device"
+        assert names.count("allreduce_") == 1
+        assert any(name.startswith("_foreach") for name in names) == (foreach is not False)
 
 
-# What holds of which layouts. All that is claimed of a layout runs in one call: laying it out takes most of the time.
+# What holds of which layouts.
 CLAIMS: dict[Callable[[dict[str, Tensor]], Any], list[str]] = {
     clip_every_order: [*LAYOUTS],
     clip_values: [*LAYOUTS],
     clip_nonfinite: [MIXED, "fsdp2-hsdp", "tp-fsdp", "any placement"],
     torch_every_order: [name for name in LAYOUTS if name not in (*STOCK, "any placement")],
-    record_operations: ["1d-3", MIXED, "fsdp2-hsdp"],
+    nothing_waits_and_foreach_is_obeyed: ["1d-3", MIXED, "fsdp2-hsdp"],
     norms_of_some: [*LAYOUTS],
 }
 
 
 def run_claims(rank: int, world: int, layout: str) -> dict[str, Any]:
-    """What every claim about a layout returns on this rank; each one begins with the gradients of one backward."""
+    """Norms that claims about a layout have found; each claim begins with the gradients of one backward."""
     params = LAYOUTS[layout][1](rank, world)
     grads, snapshot = {n: p.grad for n, p in params.items()}, Snapshot(params.values())
     results = {}
@@ -264,70 +251,22 @@ def run_claims(rank: int, world: int, layout: str) -> dict[str, Any]:
             for name, param in params.items():
                 param.grad = grads[name]
             snapshot.restore()
-            results[claim.__name__] = claim(params)
+            with about(claim.__name__):
+                results[claim.__name__] = claim(params)
     return results
 
 
-@pytest.fixture(scope="module")
-def results_of(ranks: RankPool) -> Callable[[Callable[[dict[str, Tensor]], Any], str], list[Any]]:
-    """The results of a claim about a layout, by rank."""
-
-    @cache
-    def claimed(layout: str) -> list[dict[str, Any]]:
-        return ranks(LAYOUTS[layout][0], run_claims, layout)
-
-    return lambda claim, layout: [results[claim.__name__] for results in claimed(layout)]
+QUICK = ("ddp-2", "tp", "fsdp2-hsdp")
 
 
-SLOW = (
-    "1d-3",
-    "hsdp-two-lines",
-    "tp-ddp",
-    "fsdp2-tp",
-    "tp-fsdp",
-    "root replicated",
-    "any placement",
+@pytest.mark.pitfall("P10", "P14", "P36", "P37", "P38", "P48")
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
 )
-
-
-def each_layout(claim: Callable[[dict[str, Tensor]], Any]) -> Any:
-    layouts = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CLAIMS[claim]]
-    return pytest.mark.parametrize("layout", layouts)
-
-
-@pytest.mark.pitfall("P36", "P37", "P14")
-@each_layout(clip_every_order)
-def test_norms_and_clipped_gradients_equal_single_process(results_of: Any, layout: str) -> None:
-    results = results_of(clip_every_order, layout)
-    assert len(results[0]) == 2 * len(ORDERS)
-    assert all(totals == results[0] for totals in results), "the same number on all ranks"
-
-
-@pytest.mark.pitfall("P36", "P38", "P48")
-@each_layout(norms_of_some)
-def test_norms_of_some_parameters_equal_single_process(results_of: Any, layout: str) -> None:
-    assert set(results_of(norms_of_some, layout)) == {6 * len(ORDERS)}
-
-
-@pytest.mark.pitfall("P36", "P38")
-@each_layout(clip_nonfinite)
-def test_nonfinite_gradients_are_reported_on_every_rank(results_of: Any, layout: str) -> None:
-    functions = 1 if layout in ("any placement", "fsdp2-hsdp") else 2
-    assert set(results_of(clip_nonfinite, layout)) == {3 * 2 * 2 * 5 * functions}
-
-
-@pytest.mark.pitfall("P36")
-@each_layout(clip_values)
-def test_clipped_values_equal_single_process(results_of: Any, layout: str) -> None:
-    assert set(results_of(clip_values, layout)) == {3}
-
-
-@pytest.mark.pitfall("P36", "P48")
-@each_layout(torch_every_order)
-def test_torch_functions_equal_single_process(results_of: Any, layout: str) -> None:
-    results = results_of(torch_every_order, layout)
-    assert len(results[0]) == 3 * len(TORCH_ORDERS)
-    assert all(totals == results[0] for totals in results), "the same numbers on all ranks"
+def test_clipping_equals_a_single_process(ranks: RankPool, layout: str) -> None:
+    """All that is claimed of a layout runs in one call: laying it out takes most of the time."""
+    results = ranks(LAYOUTS[layout][0], run_claims, layout)
+    assert all(found == results[0] for found in results), "the same numbers on all ranks"
 
 
 # Pipeline stages.
@@ -361,16 +300,3 @@ def clip_stages(rank: int, world: int, stages: int, empty: tuple[int, ...]) -> l
 def test_stages_of_a_pipeline_count_together(ranks: RankPool, world: int, stages: int, empty: tuple[int, ...]) -> None:
     results = ranks(world, clip_stages, stages, empty)
     assert all(totals == results[0] for totals in results), "the same number on all ranks"
-
-
-# In which dtype, and what runs.
-
-
-@pytest.mark.pitfall("P10", "P48")
-@each_layout(record_operations)
-def test_nothing_waits_and_foreach_is_obeyed(results_of: Any, layout: str) -> None:
-    for recorded in results_of(record_operations, layout):
-        for (_, foreach), names in recorded.items():
-            assert not {"_local_scalar_dense", "is_nonzero", "nonzero"} & set(names), "the host waits for the device"
-            assert names.count("allreduce_") == 1
-            assert any(name.startswith("_foreach") for name in names) == (foreach is not False)

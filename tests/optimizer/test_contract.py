@@ -207,6 +207,7 @@ def test_a_state_dict_holds_options_and_states_and_nothing_else() -> None:
     assert "differentiable" not in optimizer.param_groups[3]
 
 
+@pytest.mark.pitfall("P23", "P32")
 def test_loaded_state_takes_the_dtype_of_its_parameter_and_options_come_from_the_dict() -> None:
     model = build()
     optimizer = dmuon.Muon(model, **OPTIONS)
@@ -225,6 +226,13 @@ def test_loaded_state_takes_the_dtype_of_its_parameter_and_options_come_from_the
             for name, value in values.items():
                 of_name = {"momentum_buffer": wide, "step": torch.float32}.get(name, dtype)
                 assert torch.equal(loaded[name], value.to(of_name)) and loaded[name].dtype == of_name
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):  # momentum is fp32 in whatever it was saved
+        given = copy.deepcopy(saved)
+        given["state"][0]["momentum_buffer"] = saved["state"][0]["momentum_buffer"].to(dtype)
+        optimizer.load_state_dict(given)
+        held = optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]
+        assert held.dtype == torch.float32 and torch.equal(held, given["state"][0]["momentum_buffer"].float())
+        train(model, optimizer, [3])
 
 
 def with_state(key: int, state: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from harness import checkpoints
 from harness.assertions import assert_equal_weights
-from harness.dtensors import functions_of_whole_tensors, local_tensor, placements_of
+from harness.dtensors import local_tensor, placements_of
 from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
 from harness.hand_laid import SPLITS, Weights
 from harness.network import full_state, is_matrix, loss_of
@@ -193,22 +193,12 @@ TOPOLOGIES = [
 )
 def test_state_goes_on_anywhere(ranks: RankPool, tmp_path: Path, source: str, target: str, member: str) -> None:
     path = str(tmp_path)
-    ranks(checkpoints.world_of(source), saves, path, source, member)
+    ranks(checkpoints.world_of(source), checkpoints.save_after_steps, path, source, False, MEMBERS[member])
     ranks(checkpoints.world_of(target), resumes, path, target, member)
 
 
-def saves(rank: int, world: int, path: str, name: str, member: str) -> None:
-    run = checkpoints.start(name, member=MEMBERS[member])
-    run.train(range(checkpoints.SAVED))
-    checkpoints.save(run, path)
-
-
 def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
-    run = checkpoints.start(name, seed=50, member=MEMBERS[member])
-    run.train(range(1))
-    checkpoints.load(run, path)
-    run.train(range(checkpoints.SAVED, checkpoints.TOTAL))
-    found = full_state(run.model)
+    found = full_state(checkpoints.resumed(path, name, MEMBERS[member]).model)
     if name in checkpoints.PLACEMENTS:
         twin = paper(member)
         for value in checkpoints.Experts.noise(99):
@@ -376,10 +366,8 @@ ON_SPHERE = {"weight_decay_mode": "hyperball"}
 def test_matrices_that_only_a_users_functions_know_are_refused(rank: int, world: int, options: dict[str, Any]) -> None:
     weights = Weights()
     weights.shard(0, (6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
-    gather, redistribute = functions_of_whole_tensors()
-    config = dmuon.DistributedConfig(lambda params, _: {0: 0}, gather, redistribute, {})
     with pytest.raises(ValueError, match="in a UserRound dmuon does not know where the rows"):
-        weights.optimizer(config, **options)
+        weights.optimizer(checkpoints.by_functions(), **options)
 
 
 # -- signs of momentum ---------------------------------------------------------------------------------------------

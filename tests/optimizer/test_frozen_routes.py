@@ -70,7 +70,12 @@ def wrap_again(laid: Laid) -> None:
         laid.model = DistributedDataParallel(laid.network)
 
 
-def check(layout: str) -> None:
+@pytest.mark.pitfall("P87", "P19")
+@pytest.mark.parametrize(
+    "layout", ["fsdp2-2", "ddp", "1d-two-lines", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1d", "tp-alone"))]
+)
+@on_ranks(2, timeout=180.0)
+def test_what_is_unfrozen_trains_as_in_one_process(rank: int, world: int, layout: str) -> None:
     for what, frozen in FROZEN.items():
         if layout == "ddp" and what == "everything":
             continue  # torch refuses it
@@ -89,15 +94,6 @@ def check(layout: str) -> None:
             assert_same_over_ranks(weights)
             table = dmuon.explain(laid.network, optimizer)
             assert "frozen" not in table and "put there by" not in table
-
-
-@pytest.mark.pitfall("P87", "P19")
-@pytest.mark.parametrize(
-    "layout", ["fsdp2-2", "ddp", "1d-two-lines", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1d", "tp-alone"))]
-)
-@on_ranks(2, timeout=180.0)
-def test_what_is_unfrozen_trains_as_in_one_process(rank: int, world: int, layout: str) -> None:
-    check(layout)
 
 
 @pytest.mark.pitfall("P87")

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn as nn
 from harness import checkpoints
-from harness.assertions import assert_close, assert_equal_weights
-from harness.dtensors import functions_of_whole_tensors, give, noise, placements_of, whole
+from harness.assertions import assert_close, assert_equal_weights, assert_same_tensors
+from harness.dtensors import give, noise, placements_of, whole
 from harness.hand_laid import SPLITS, Weights
 from harness.network import full_state, is_matrix, loss_of, shard_blocks
 from harness.on_ranks import assert_same_over_ranks, on_ranks
@@ -101,14 +101,10 @@ def test_masters_by_any_strategy(rank: int, world: int, strategy: str) -> None:
         weights.shard(i, split.shape, mesh, [Shard(0)], 1.0, split)
     config, options = create_dtensor_config(costs="flops"), {"strategy": strategy}
     if strategy == "functions":
-        config, options = dmuon.DistributedConfig(each_by_turns, *functions_of_whole_tensors(), {}), {}
+        config, options = checkpoints.by_functions(), {}
     optimizer = weights.optimizer(config, **options, **MASTERS)
     weights.train(optimizer, STEPS)
     weights.check(optimizer)
-
-
-def each_by_turns(params: list[Tensor], state: dict[str, Any]) -> dict[int, int]:
-    return {i: i % 2 for i in range(len(params))}
 
 
 def gradients(named: Iterable[tuple[str, Tensor]], step: int) -> dict[str, Tensor]:
@@ -190,26 +186,16 @@ def test_backward_in_half_precision_trains_by_masters(rank: int, world: int, lay
         ("experts alone, bf16", "rows on 2, bf16"),
         ("experts on 3, bf16", "copies on 2, bf16"),
         ("rows on 2, bf16", "experts alone, bf16"),
-        ("rows on 2, bf16", "experts on 3, functions"),
+        ("rows on 2, bf16", "experts on 3, bf16"),
     ],
 )
 def test_masters_go_on_anywhere(ranks: RankPool, tmp_path: Path, source: str, target: str) -> None:
-    target = target.replace("functions", "bf16")
-    ranks(checkpoints.world_of(source), saves, str(tmp_path), source)
+    ranks(checkpoints.world_of(source), checkpoints.save_after_steps, str(tmp_path), source, False, MASTERS)
     ranks(checkpoints.world_of(target), goes_on, str(tmp_path), target)
 
 
-def saves(rank: int, world: int, path: str, name: str) -> None:
-    run = checkpoints.start(name, member=MASTERS)
-    run.train(range(checkpoints.SAVED))
-    checkpoints.save(run, path)
-
-
 def goes_on(rank: int, world: int, path: str, name: str) -> None:
-    run = checkpoints.start(name, seed=50, member=MASTERS)
-    run.train(range(1))
-    checkpoints.load(run, path)
-    run.train(range(checkpoints.SAVED, checkpoints.TOTAL))
+    run = checkpoints.resumed(path, name, MASTERS)
     twin = Paper()
     for value in checkpoints.Experts.noise(99):
         twin.add((1.0 + value.to(HALF)).to(HALF))
@@ -233,12 +219,8 @@ def test_a_restart_goes_on_with_the_same_bits(
     run.train(range(checkpoints.SAVED))
     checkpoints.save(run, str(tmp_path))
     run.train(range(checkpoints.SAVED, checkpoints.TOTAL))
-    again = checkpoints.start(f"{layout}, bf16", seed=50, member=options)
-    again.train(range(1))
-    checkpoints.load(again, str(tmp_path))
-    again.train(range(checkpoints.SAVED, checkpoints.TOTAL))
-    for name, tensor in run.local_tensors().items():
-        assert torch.equal(tensor, again.local_tensors()[name]), name
+    again = checkpoints.resumed(str(tmp_path), f"{layout}, bf16", options)
+    assert_same_tensors(again.local_tensors(), run.local_tensors())
 
 
 def test_states_with_and_without_masters_load_into_each_other() -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness.families import HEADS, Conv1D, bare, experts, of
 from harness.oracle import Twin
-from harness.trees import D, H, linear, node, stack
+from harness.trees import HEADS, Conv1D, D, H, bare, experts, linear, node, of, stack
 from torch import Tensor
 
 import dmuon

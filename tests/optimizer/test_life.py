@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,13 +15,17 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import about, assert_equal_weights
-from harness.network import Network, full_state, loss_of, shard_blocks
+from harness.checkpoints import SINGLE, start
+from harness.dtensors import local_tensor
+from harness.heard import heard
+from harness.network import Network, full_state, is_matrix, loss_of, shard_blocks
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -41,26 +48,35 @@ def by_tp(model: Network, mesh: DeviceMesh | None = None) -> Network:
     return model
 
 
-WRAPS: list[Callable[[Network], nn.Module]] = [DistributedDataParallel, replicate]
+# By what a model is wrapped, and steps that the optimizer takes before; None: it is built later, of the inner model.
+WRAPS: list[tuple[Callable[[Network], nn.Module], int | None]] = [
+    *((DistributedDataParallel, before) for before in (None, 0, 2)),
+    (replicate, 2),
+]
 
 
-@pytest.mark.pitfall("P88")
-@pytest.mark.parametrize("wrap", WRAPS, ids=lambda wrap: wrap.__name__)
+@pytest.mark.pitfall("P76", "P88")
+@pytest.mark.parametrize(("wrap", "before"), WRAPS)
 @pytest.mark.parametrize("grouped", [False, True])
 @on_ranks(2)
-def test_a_model_that_is_wrapped_after_steps_trains_on(
-    rank: int, world: int, wrap: Callable[[Network], nn.Module], grouped: bool
+def test_a_model_that_is_wrapped_at_any_time_trains_on_and_each_matrix_has_one_owner(
+    rank: int, world: int, wrap: Callable[[Network], nn.Module], before: int | None, grouped: bool
 ) -> None:
-    """The optimizer may have been built before there were process groups."""
+    """The optimizer may have been built before there were process groups. What was found is told once."""
     model = build(hidden=28)
-    with mock.patch.object(dist, "is_initialized", lambda: False):
+    program = model if before is not None else wrap(model)
+    with mock.patch.object(dist, "is_initialized", lambda: before is None):
         optimizer = dmuon.Muon(dmuon.param_groups(model) if grouped else model, **OPTIONS)
-    train(model, optimizer, range(2))
-    train(wrap(model), optimizer, range(2, 4), rank, world)
+    with heard(logging.INFO) as told:
+        train(program, optimizer, range(before or 0))
+        program = program if before is None else wrap(model)
+        train(program, optimizer, range(before or 0, 4), rank, world)
     assert_equal_weights(full_state(model), reference_weights(4, hidden=28))
-    assert over_ranks(optimizer.last_step.ns_matrices) >= 9 and len(optimizer.exchanged()) >= 6
+    assert over_ranks(optimizer.last_step.ns_matrices) == len(optimizer.exchanged()) == 9, "no rank repeats another's"
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()} == {id(p) for p in optimizer.state}
+    found = [text for text in told if "since it was built, 9 of its matrices were wrapped in Distributed" in text]
+    assert wrap is replicate or len(found) == (rank == 0 and before is not None), told
 
 
 @pytest.mark.pitfall("P88")
@@ -300,3 +316,56 @@ def test_a_group_may_leave_and_groups_may_change_places() -> None:
         optimizer.step()
         after = [param for group in optimizer.param_groups for param in group["params"]]
         assert len(after) == len(before) and not any(map(torch.equal, before, after))
+
+
+# -- state of what trains, where the parameter is, and of no parameter that no group holds any more ------------------
+
+
+def shard_under(optimizer: dmuon.Muon, model: nn.Module, world: int) -> None:
+    """What accelerate does with FSDP2: the model is sharded, and its new parameters are put into the groups."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    held = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    shard_blocks(model, init_device_mesh("cpu", (world,)))
+    params = dict(model.named_parameters())
+    for group, of_group in zip(optimizer.param_groups, held, strict=True):
+        group["params"] = [params[name] for name in of_group]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@on_ranks(2)
+def test_parameters_that_are_replaced_are_followed(rank: int, world: int, steps: int) -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(steps))  # every rank the whole batch
+    old = weakref.ref(optimizer.param_groups[0]["params"][0])
+    shard_under(optimizer, model, world)
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert set(state) == {name for name, _ in model.named_parameters()}
+    assert set(optimizer.state) <= {p for group in optimizer.param_groups for p in group["params"]}
+    gc.collect()
+    assert steps or old() is None, "neither state nor layouts hold what no group holds, only the last step's figures"
+    assert {e.name for e in optimizer.exchanged()} == set(filter(is_matrix, state))
+    if not steps:
+        train(model, optimizer, range(5), rank, world)
+        assert_equal_weights(full_state(model), reference_weights())
+        assert optimizer.last_step.ns_matrices < 9, "others orthogonalize the rest"
+
+
+@pytest.mark.pitfall("P31")
+@pytest.mark.parametrize("layout", [SINGLE, "ddp", "fsdp2-2", "1d"])
+@on_ranks("layout")
+def test_parameters_that_change_groups_begin_anew(rank: int, world: int, layout: str) -> None:
+    """From Muon to AdamW and back; what dmuon owns is Muon's for ever, so there a head goes the other way and back."""
+    run = start(layout)
+    name = "head.weight" if layout == "1d" else "blocks.1.up.weight"
+    param = getattr(run.model, "module", run.model).get_parameter(name)
+    run.train(range(1))
+    for step in range(1, 3):
+        group = next(g for g in run.optimizer.param_groups if any(p is param for p in g["params"]))
+        group["params"] = [p for p in group["params"] if p is not param]
+        run.optimizer.add_param_group({"params": [param], "use_muon": not group["use_muon"]})
+        keys = {"exp_avg", "exp_avg_sq", "step"} if group["use_muon"] else {"momentum_buffer"}
+        state = run.optimizer.state[param]
+        assert set(state) == keys and not any(local_tensor(t).any() for t in state.values())
+        run.train(range(step, step + 1))
+        assert set(run.optimizer.state[param]) == keys

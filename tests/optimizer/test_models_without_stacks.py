@@ -12,14 +12,12 @@ from harness.assertions import about, assert_equal_weights
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
-from harness.small_convnets import CONVNETS
 from harness.small_models import CASES, batch, build, computed_by_hand, loss_of
 from harness.toy import OPTIONS
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.model.routing import route_parameters, route_to_blocks
 
 STEPS = 3
 QUICK = ["layers that are attributes", "tied layers"]
@@ -109,17 +107,3 @@ def test_compiled_models_and_layers_are_dedicated_as_others(rank: int, world: in
         found = {key.replace("_orig_mod.", ""): tensor for key, tensor in full_state(model).items()}
         with about((name, wrap.__name__, before)):
             assert_equal_weights(found, expected(name))
-
-
-# -- convolutional networks --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CONVNETS)
-def test_muon_takes_all_kernels_but_the_first_and_what_gives_the_output(name: str) -> None:
-    case = CONVNETS[name]
-    model = case.make()
-    taken = [f"{n}.weight" for n in case.hidden]
-    assert [r.fqn for r in route_parameters(model) if r.muon] == taken
-    found = [r for r in route_to_blocks(model) if r.muon]
-    assert [r.fqn for r in found] == taken
-    assert tuple(dict.fromkeys(r.block for r in found)) == (case.blocks or case.hidden)

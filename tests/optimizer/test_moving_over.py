@@ -15,13 +15,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness.oracle import newton_schulz
+from harness.paper import CLASSIC
 from torch import Tensor
 
 import dmuon
 from dmuon.kernels import coefficient_sequence
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving-over.md"
-CLASSIC = [(3.4445, -4.7750, 2.0315)] * 5
 YOU = [  # as all of these libraries have them
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -153,15 +154,6 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x), tokens.flip(0))
 
 
-def orthogonal(g: Tensor, coefficients: Sequence[tuple[float, float, float]], eps: float = 0.0) -> Tensor:
-    x = g.mT if g.size(0) > g.size(1) else g
-    x = x / x.norm().clamp(min=eps)
-    for a, b, c in coefficients:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if g.size(0) > g.size(1) else x
-
-
 def losses_of(model: Model, step: Callable[[], None]) -> list[float]:
     tokens = torch.arange(16)
     losses = []
@@ -192,7 +184,7 @@ def reference(model: Model, origin: Origin) -> list[float]:
                     m.lerp_(p.grad, 1 - origin.momentum)
                     g = torch.lerp(p.grad, m, origin.momentum) if origin.nesterov else m
                 p.mul_(1 - origin.lr * origin.decay)
-                p.sub_(origin.lr * origin.scale(*p.shape) * orthogonal(g, origin.coefficients, origin.eps))
+                p.sub_(origin.lr * origin.scale(*p.shape) * newton_schulz(g, origin.coefficients, origin.eps))
         adamw.step()
 
     return losses_of(model, step)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import Block, Size, full_state, is_matrix, loss_of, shard
+from harness.network import Block, Size, full_state, is_matrix, loss_of
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
-from harness.toy import OPTIONS, SIZE, batch, build
+from harness.toy import OPTIONS, SIZE, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -43,17 +43,10 @@ class Outer(nn.Module):
         return scaled
 
 
-def train(model: nn.Module, optimizer: dmuon.Muon, rank: int = 0, world: int = 1) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-        optimizer.step()
-
-
 def reference(*, temperature: bool) -> dict[str, Tensor]:
     model = Outer()
     model.temperature.requires_grad_(temperature)
-    train(model, dmuon.Muon(model, **OPTIONS))
+    train(model, dmuon.Muon(model, **OPTIONS), range(STEPS))
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -83,7 +76,7 @@ def test_training_equals_one_process(rank: int, world: int, kind: str) -> None:
     owned = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"] if p.requires_grad]
     assert len(owned) == INNER + TAIL and sum(isinstance(p, OwnedTensor) for p in owned) == INNER
     assert not any(p in optimizer.state for p in model.average.parameters())
-    train(model, optimizer, rank, world)
+    train(model, optimizer, range(STEPS), rank, world)
     expected = reference(temperature=kind != "ddp")
     weights = plain_names(full_state(model))
     assert_equal_weights(weights, expected)
@@ -133,7 +126,7 @@ def test_two_dedicated_models_have_one_optimizer(rank: int, world: int) -> None:
     expected = {}
     for name, seed in (("generator", 0), ("critic", 1)):
         alone = build(seed=seed)
-        train(alone, dmuon.Muon(alone, **OPTIONS))
+        train(alone, dmuon.Muon(alone, **OPTIONS), range(STEPS))
         expected |= {f"{name}.{key}": value for key, value in alone.state_dict().items()}
     assert before.keys() == expected.keys()
     assert_equal_weights(full_state(pair), expected)

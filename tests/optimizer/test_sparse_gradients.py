@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings: refused by name where a module announces them, exact where nothing does."""
+"""Sparse gradients of embeddings are refused by name where a module announces them; elsewhere see tests/parity."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
-from harness.network import Network, is_matrix
+from harness.network import Network
 from harness.on_ranks import on_ranks
-from harness.oracle import reference_weights
 from harness.toy import OPTIONS, VOCAB, WIDTH, build, train
-from programs.unusual import hidden_sparse
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
@@ -44,16 +41,3 @@ def test_a_frozen_embedding_may_announce_sparse_gradients() -> None:
     model.embed.weight.requires_grad_(False)
     optimizer = dmuon.Muon(model, **OPTIONS)
     train(model, optimizer, range(2))
-
-
-def test_sparse_gradients_that_nothing_announces_are_exact() -> None:
-    """Those of ranks are averaged: tests/parity."""
-    model = hidden_sparse()
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [p for n, p in named if is_matrix(n)], "use_muon": True},
-        {"params": [p for n, p in named if not is_matrix(n) and p.ndim >= 2], "use_muon": False},
-        {"params": [p for _, p in named if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
-    ]
-    train(model, dmuon.Muon(groups, **OPTIONS), range(3))
-    assert_equal_weights(dict(model.state_dict()), reference_weights(3))

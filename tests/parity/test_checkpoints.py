@@ -32,6 +32,7 @@ from harness.checkpoints import (
     is_exchanged,
     load,
     save,
+    save_after_steps,
     start,
     tensors_of,
     world_of,
@@ -366,12 +367,6 @@ def test_async_save_holds_the_moment_of_the_call(rank: int, world: int, name: st
 # -- groups in another order ------------------------------------------------------------------------------------------
 
 
-def save_on(_rank: int, _world: int, path: str, name: str, flat: bool) -> None:
-    run = start(name)
-    run.train(range(SAVED))
-    save(run, path, flat)
-
-
 def resume_reordered(rank: int, _world: int, path: str, name: str, flat: bool) -> dict[str, Tensor]:
     run = start(name, seed=50 + rank)
     groups: list[dict[str, Any]] = dmuon.param_groups(run.model)
@@ -399,7 +394,7 @@ def test_state_follows_names_when_groups_are_reordered(
     ranks: RankPool, tmp_path: Path, source: str, target: str, flat: bool
 ) -> None:
     """DCP keys groups by position unless ``flatten_optimizer_state_dict`` is set; state by name always."""
-    ranks(world_of(source), save_on, str(tmp_path), source, flat)
+    ranks(world_of(source), save_after_steps, str(tmp_path), source, flat)
     for weights in ranks(world_of(target), resume_reordered, str(tmp_path), target, flat):
         assert_equal_weights(weights, reference_weights(TOTAL))
 

@@ -19,14 +19,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_bits, raised_by
 from harness.inside import default_store
-from harness.network import full_state, is_matrix, loss_of, shard
-from harness.on_ranks import on_ranks
+from harness.network import full_state, is_matrix, loss_of, shard, shard_blocks
+from harness.on_ranks import of_all_ranks, on_ranks
 from harness.oracle import reference_weights
-from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
@@ -34,7 +33,6 @@ from dmuon.kernels import user_cache_directory
 from dmuon.planning import agreed_plan, owner_plan
 from dmuon.solver import Plan, SolveOptions
 
-FP32 = MixedPrecisionPolicy()
 NAMES = sorted(n for n, _ in build().named_parameters() if is_matrix(n))
 
 # No heuristic can prove its plan over two ranks: three matrices of 70 ns and six of 100 ns never split into halves.
@@ -45,11 +43,6 @@ UNEVEN = dmuon.solver.CostTable({(13, 13): {1: 70}, (13, 29): {1: 100}})
 def trained(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
     train(model, dmuon.Muon(model, **OPTIONS), range(2), rank, world)
     return full_state(model)
-
-
-def fully_sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32) -> None:
-    for module in (*model.blocks, model):
-        dmuon.fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 # -- one plan -----------------------------------------------------------------------------------------------------
@@ -81,19 +74,15 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def several_plans(rank: int, world: int) -> dict[str, tuple[str, dict[str, int], tuple[int, ...], float]]:
-    plans = {name: dedicated(rank, world, **options)[1] for name, options in PLANS.items()}
-    plans["one huge"] = dmuon.dedicate_params(OneHugeMatrix(), init_device_mesh("cpu", (world,)), costs="flops")
-    return {name: (p.digest, p.owners, tuple(p.solution.loads_ns), p.balance) for name, p in plans.items()}
-
-
 @pytest.mark.pitfall("P20", "P21", "P52", "P53")
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-def test_all_ranks_hold_the_same_balanced_plan(ranks: RankPool, world: int) -> None:
-    results = ranks(world, several_plans)
-    for other in results[1:]:
-        assert other == results[0], "ranks differ"
-    plans = results[0]
+@on_ranks()
+def test_all_ranks_hold_the_same_balanced_plan(rank: int, world: int) -> None:
+    found = {name: dedicated(rank, world, **options)[1] for name, options in PLANS.items()}
+    found["one huge"] = dmuon.dedicate_params(OneHugeMatrix(), init_device_mesh("cpu", (world,)), costs="flops")
+    plans = {name: (p.digest, p.owners, tuple(p.solution.loads_ns), p.balance) for name, p in found.items()}
+    of_ranks = of_all_ranks(plans)
+    assert of_ranks.count(plans) == world, "ranks differ"
     assert plans["toy"] == plans["again"], "a plan that is proven or heuristic repeats"
     for name in ("toy", "greedy", "milp", "equal costs"):
         _, owners, loads, _ = plans[name]
@@ -117,7 +106,12 @@ def test_more_ranks_than_matrices_train_exactly(rank: int, world: int) -> None:
     assert_equal_weights(trained(model, rank, world), expected)
 
 
-def ranks_given_to_the_solver(rank: int, world: int, hosts: list[str]) -> list[dmuon.solver.Rank]:
+@pytest.mark.parametrize(
+    ("world", "hosts", "nodes"),
+    [(4, ["b", "b", "a", "a"], [0, 0, 1, 1]), (3, ["b", "a", "b"], [0, 1, 0]), (1, ["a"], [0])],
+)
+@on_ranks()
+def test_ranks_of_one_host_are_one_node(rank: int, world: int, hosts: list[str], nodes: list[int]) -> None:
     seen = []
 
     def solve(matrices: Any, ranks: Any, *rest: Any) -> Plan:
@@ -128,16 +122,7 @@ def ranks_given_to_the_solver(rank: int, world: int, hosts: list[str]) -> list[d
         patch.setattr(agreed_plan, "solve_plan", solve)
         patch.setattr("dmuon.dedicated.dedicate.gethostname", lambda: hosts[rank])
         dedicated(rank, world)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("hosts", "nodes"), [(["b", "b", "a", "a"], [0, 0, 1, 1]), (["b", "a", "b"], [0, 1, 0]), (["a"], [0])]
-)
-def test_ranks_of_one_host_are_one_node(ranks: RankPool, hosts: list[str], nodes: list[int]) -> None:
-    first, *others = ranks(len(hosts), ranks_given_to_the_solver, hosts)
-    assert first == [dmuon.solver.Rank(index, node=node) for index, node in enumerate(nodes)]
-    assert not any(others), "rank 0 alone solves"
+    assert seen == [dmuon.solver.Rank(i, node=node) for i, node in enumerate(nodes) if rank == 0], "rank 0 alone solves"
 
 
 # -- what can go wrong with it ------------------------------------------------------------------------------------
@@ -190,32 +175,27 @@ def test_a_failing_planner_raises_its_message_on_every_rank(rank: int, world: in
         dedicated(rank, world)
 
 
-def hurried(rank: int, world: int, installed: bool, seconds: float) -> tuple[list[str], str, dict[str, Tensor]]:
-    """What is warned of, the digest of the plan, and weights after training with it."""
-    solve = replace(EXACT, time_limit_s=seconds)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if not installed:
-            patch.setitem(sys.modules, "pulp", None)
-        model, plan = dedicated(rank, world, costs=UNEVEN, solve=solve)
-    return [str(w.message) for w in caught], plan.digest, trained(model, rank, world)
-
-
 @pytest.mark.pitfall("P21", "P51")
 @pytest.mark.parametrize(
     ("installed", "seconds", "says"),
     [(False, 30.0, "MILP|PuLP|pulp"), (True, 1e-9, "stopped at the time limit")],  # depends on the clock of a rank
     ids=["without a solver", "out of time"],
 )
+@on_ranks(2)
 def test_rank_0_warns_of_a_plan_that_is_not_proven_and_all_ranks_use_it(
-    ranks: RankPool, installed: bool, seconds: float, says: str
+    rank: int, world: int, installed: bool, seconds: float, says: str
 ) -> None:
-    results = ranks(2, hurried, installed, seconds)
-    assert any(re.search(says, message) for message in results[0][0]), results[0][0]
-    assert not results[1][0], "ranks that do not solve have nothing to say"
-    assert results[0][1] == results[1][1]
-    for _, _, weights in results:
-        assert_equal_weights(weights, reference_weights(2))
+    solve = replace(EXACT, time_limit_s=seconds)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if not installed:
+            patch.setitem(sys.modules, "pulp", None)
+        model, plan = dedicated(rank, world, costs=UNEVEN, solve=solve)
+    told = [str(w.message) for w in caught]
+    assert any(re.search(says, message) for message in told) if rank == 0 else not told, told
+    digests = of_all_ranks(plan.digest)
+    assert len(set(digests)) == 1
+    assert_equal_weights(trained(model, rank, world), reference_weights(2))
 
 
 # -- groups -------------------------------------------------------------------------------------------------------
@@ -283,7 +263,7 @@ def test_meshes_over_parts_of_the_world_do_not_involve_the_rest(rank: int, world
         return  # takes part in nothing
     model = build(seed=100 * job + place, layers=2 + job)
     dmuon.dedicate_params(model, mesh, costs="flops")
-    fully_sharded(model, mesh)
+    shard_blocks(model, mesh, dmuon.fully_shard)
     with dmuon.summon_full_params(model):
         assert model.blocks[0].mix.weight.shape == (13, 13)
     assert_equal_weights(trained(model, place, 2), reference_weights(2, seed=100 * job, layers=2 + job))
@@ -299,7 +279,7 @@ def test_explain_shows_every_parameter_its_route_and_the_balance(rank: int, worl
     model, plan = dedicated(rank, world, mp_policy=policy)
     before = dmuon.explain(model, dmuon.Muon(model))
     assert "0 matrices orthogonalized" in before and "no step yet" in before
-    fully_sharded(model, init_device_mesh("cpu", (world,)), policy)
+    shard_blocks(model, init_device_mesh("cpu", (world,)), dmuon.fully_shard, mp_policy=policy)
     assert "sharded by FSDP2 in 4 modules" in dmuon.explain(model)
     optimizer = dmuon.Muon(model)
     loss_of(model, *shard(batch(0), rank, world)).backward()

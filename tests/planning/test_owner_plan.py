@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
+from harness.assertions import assert_equal_weights, assert_same_tensors
 from harness.commands import command
 from harness.configs import SMALL_LLAMA, written
+from harness.dedicated_toy import refused
 from harness.network import full_state, is_matrix
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
@@ -146,16 +147,21 @@ def not_again(*_: Any, **__: Any) -> None:
     raise AssertionError("a run with a plan measured or solved")
 
 
-def planned_then_reused(rank: int, world: int, path: str) -> dict[str, Any]:
+@pytest.mark.pitfall("P21")
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks()
+def test_a_run_with_a_saved_plan_repeats_the_run_that_saved_it_bit_by_bit(
+    rank: int, world: int, tmp_path: Path
+) -> None:
     """A run that writes its plan, one that reads the file, one that takes the object, and one that plans otherwise."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh, path = init_device_mesh("cpu", (world,)), str(tmp_path / "plan.json")
     model = build(seed=rank)
     first = dmuon.dedicate_params(model, mesh, costs=BATCHED, solve=GREEDY)
     if rank == 0:
         first.save(path)
     dist.barrier()
-    found = {"wrote": (first.owners, first.chunks, trained(model, rank, world))}
-
+    weights = trained(model, rank, world)
+    assert_equal_weights(weights, reference_weights(3))
     elsewhere = path if rank == 0 else "/nonexistent/plan.json"  # only rank 0 reads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dmuon.planning.cost_lookup.find_costs", not_again)
@@ -166,25 +172,10 @@ def planned_then_reused(rank: int, world: int, path: str) -> dict[str, Any]:
             assert plan.digest == first.digest and plan.cost_source == first.cost_source == "given"
             assert plan.matrices == first.matrices, "in the order of the model"
             assert plan.origin == (f"loaded from {path}" if name == "file" else "given")
-            found[name] = plan.owners, plan.chunks, trained(model, rank, world)
+            assert (plan.owners, plan.chunks) == (first.owners, first.chunks), name
+            assert_same_tensors(trained(model, rank, world), weights)
     other = dmuon.dedicate_params(build(), mesh, costs="flops")
-    found["planned otherwise"] = other.owners, other.chunks, {}
-    return found
-
-
-@pytest.mark.pitfall("P21")
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_run_with_a_saved_plan_repeats_the_run_that_saved_it_bit_by_bit(
-    ranks: RankPool, tmp_path: Path, world: int
-) -> None:
-    for found in ranks(world, planned_then_reused, str(tmp_path / "plan.json")):
-        owners, chunks, weights = found.pop("wrote")
-        other = found.pop("planned otherwise")
-        assert max(chunks.values()) > 1 and other[1] != chunks, "planning anew would have been seen"
-        assert_equal_weights(weights, reference_weights(3))
-        for name, (again, sizes, repeated) in found.items():
-            assert (again, sizes) == (owners, chunks), name
-            assert all(torch.equal(repeated[n], t) for n, t in weights.items()), f"{name}: other bits"
+    assert max(first.chunks.values()) > 1 and other.chunks != first.chunks, "planning anew would have been seen"
 
 
 @pytest.mark.pitfall("P21")
@@ -215,24 +206,15 @@ def test_owners_and_batches_are_the_files_and_bytes_this_runs(rank: int, world: 
 # -- refused ------------------------------------------------------------------------------------------------------
 
 
-def refused(rank: int, world: int, options: dict[str, Any], alter: str = "") -> None:
-    """``dedicate_params`` must raise; then the model is untouched, and the ranks are still in step."""
+def refused_after(_rank: int, _world: int, options: dict[str, Any], alter: str = "") -> None:
+    """For a model that is another than the plan's."""
     model = build(layers={"more blocks": 4, "fewer blocks": 2}.get(alter, 3))
     if alter == "transposed":
         model.blocks[1].up = nn.Linear(29, 13)
     elif alter == "other blocks":
         options = {**options, "blocks": lambda fqn, module: fqn == "blocks.0" or fqn == "blocks.1.mix"}
         options["select"] = lambda fqn, module, param: fqn in ("blocks.0.mix.weight", "blocks.1.mix.weight")
-    mesh = init_device_mesh("cpu", (world,))
-    before = {n: (p, p.detach().clone()) for n, p in model.named_parameters()}
-    try:
-        dmuon.dedicate_params(model, mesh, **options)
-    except Exception:
-        after = dict(model.named_parameters())
-        assert all(after[n] is p and torch.equal(p, value) for n, (p, value) in before.items()), "data moved"
-        assert not dmuon.owned_parameters(model)
-        dmuon.dedicate_params(build(), mesh, costs="flops")
-        raise
+    refused(model, **{"costs": None, **options})
 
 
 LOADED = r"the owner plan \(loaded from .*plan\.json\)"
@@ -282,11 +264,11 @@ def test_a_file_that_does_not_fit_is_refused_on_every_rank(
 ) -> None:
     path = tmp_path / "plan.json"
     save(path)
-    ranks(2, refused, {"plan": str(path)}, alter, expect=ValueError, match=says, timeout=30)
+    ranks(2, refused_after, {"plan": str(path)}, alter, expect=ValueError, match=says, timeout=30)
 
 
 def refused_by_rank(rank: int, world: int, options: list[dict[str, Any]]) -> None:
-    refused(rank, world, options[rank])
+    refused_after(rank, world, options[rank])
 
 
 PLAN = toy_plan(2)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_same_tensors, raised_by
 from harness.network import full_state, shard_blocks
-from harness.on_ranks import on_ranks
+from harness.on_ranks import of_all_ranks, on_ranks
 from harness.toy import OPTIONS, build, train
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -72,9 +70,7 @@ def test_four_matrices_of_which_groups_of_two_have_one_each_go_to_four_ranks(
         shard(model.blocks, everybody)
     groups = [{"params": list(model.parameters()), "use_muon": True}]
     optimizer = dmuon.Muon(groups, distributed_config=dmuon.create_dtensor_config(costs=COSTS))
-    counts = [torch.empty((), dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(counts, torch.tensor(owned(model, optimizer, rank)))
-    assert [int(count) for count in counts] == [1, 1, 1, 1]
+    assert of_all_ranks(owned(model, optimizer, rank)) == [1, 1, 1, 1]
 
 
 # -- a slower rank owns less, and ranks that differ by noise count as alike --------------------------------------------

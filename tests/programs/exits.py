@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness.network import full_state, loss_of, shard
-from harness.toy import LR, batch, build
+from harness.network import full_state, loss_of, shard, shard_blocks
+from harness.toy import LR, batch, build, train
 
 import dmuon
 
@@ -32,15 +32,11 @@ def train_and_end(rank: int, store: Path, last: str, way: str) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     if way == "dedicated":
         dmuon.dedicate_params(model, mesh, costs="flops")
-    for part in (*model.blocks, model):
-        (dmuon.fully_shard if way == "dedicated" else fully_shard)(part, mesh=mesh)
+    shard_blocks(model, mesh, dmuon.fully_shard if way == "dedicated" else fully_shard)
     optimizer: torch.optim.Optimizer
     optimizer = dmuon.Muon(model, lr=LR) if way == "dedicated" else torch.optim.AdamW(model.parameters(), lr=LR)
     sys.setswitchinterval(1000)  # a thread that waits for the interpreter gets it when this one lets go, not before
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, WORLD)).backward()
-        optimizer.step()
+    train(model, optimizer, range(2), rank, WORLD)
     if last == "forward":
         with torch.no_grad():
             loss_of(model, *shard(batch(2), rank, WORLD))

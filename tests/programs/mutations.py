@@ -114,10 +114,10 @@ FAULTS = {
     "tests/optimizer/test_muon.py -k 'weight_decay or each_option'": {
         "adamw_does_not_decay": 'weight_decay=«self.group["weight_decay"]→0.0»,',
     },
-    f"{CLIP} {CLIP_ARGUMENTS} -k 'norms_and_clipped_gradients or plain_tensors'": {
+    f"{CLIP} {CLIP_ARGUMENTS} -k 'equals_a_single_process or plain_tensors'": {
         "gradients_grow_to_the_limit": "coefficient = «torch.clamp(→»limit / (total + 1e-6)«, max=1.0)→»",
     },
-    f"{CLIP} -k nonfinite": {
+    f"{CLIP} -k equals_a_single_process": {
         "a_nan_of_another_rank_is_lost": "keys = torch.where(terms.isnan(), «_LARGEST→0», ordered)",
     },
     "tests/planning/test_cost_lookup.py -k another_devices": {

@@ -17,26 +17,27 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
+from harness.dtensors import whole
+from harness.on_ranks import of_all_ranks
 from harness.pool import RankPool
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import dmuon
+from programs.left_behind import AROUND, HOOKS
 
 WIDTH, BATCH, TOLERANCE = 8, 8, 2e-4
 CHUNK = 25  # programs in one call of the pool
@@ -89,30 +90,15 @@ class Cache:
         self.losses: list[Tensor] = []
 
 
-def reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(function, x, use_reentrant=True)
-
-
-def non_reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(function, x, use_reentrant=False)
-
-
-def passing_through(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        return function(x)
-
-
-def on_cpu(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with save_on_cpu():
+def hooked(hooks: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with HOOKS[hooks]():
         return function(x)
 
 
 INSIDE: dict[str, Callable[..., Tensor]] = {
-    "nothing": lambda function, x: function(x),
-    "reentrant": reentrant,
-    "non-reentrant": non_reentrant,
-    "hooks": passing_through,
-    "cpu": on_cpu,
+    **AROUND,
+    "hooks": partial(hooked, "pass through"),
+    "cpu": partial(hooked, "cpu"),
 }
 
 
@@ -181,22 +167,16 @@ class Laid:
         rows = slice(self.rank * share, (self.rank + 1) * share)
         return self.model(batch(number)[rows])
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def summoned(self, writeback: bool) -> contextlib.AbstractContextManager[None]:
         dedicated = self.layout.startswith("dedicated")
-        with dmuon.summon_full_params(self.inner, writeback=False) if dedicated else contextlib.nullcontext():
-            yield
+        return dmuon.summon_full_params(self.inner, writeback=writeback) if dedicated else contextlib.nullcontext()
 
     def weights(self) -> dict[str, Tensor]:
-        with self.whole():
-            return {name: _full(p.detach()).clone() for name, p in self.inner.named_parameters()}
+        with self.summoned(writeback=False):
+            return {name: whole(param) for name, param in self.inner.named_parameters()}
 
     def norms(self) -> dict[str, float]:
-        return {n: float(_full(p.grad.norm())) for n, p in self.inner.named_parameters() if p.grad is not None}
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return {n: float(whole(p.grad.norm())) for n, p in self.inner.named_parameters() if p.grad is not None}
 
 
 def dedicated(model: Net, program: Program, mesh: Any) -> nn.Module:
@@ -321,7 +301,7 @@ def raised_in_forward(laid: Laid, number: int) -> None:
 
 
 def edited_whole(laid: Laid, number: int) -> None:
-    with _writable(laid), torch.no_grad():
+    with laid.summoned(writeback=True), torch.no_grad():
         laid.inner.blocks[0].up.weight.mul_(1.5)
     laid.loss(number).backward()
 
@@ -387,7 +367,7 @@ def _require_close(found: dict[str, float], expected: dict[str, float], what: st
 def _carry_on(before: Laid, after: Laid) -> None:
     """Weights and whole state of one layout go into another one."""
     weights = before.weights()
-    with _writable(after), torch.no_grad():
+    with after.summoned(writeback=True), torch.no_grad():
         for name, param in after.inner.named_parameters():
             _write(param, weights[name])
     after.optimizer.load_state_dict(_whole_state(before.optimizer))
@@ -400,13 +380,6 @@ def _carried_on(twin: Laid) -> Laid:
     return after
 
 
-@contextlib.contextmanager
-def _writable(laid: Laid) -> Iterator[None]:
-    dedicated = laid.layout.startswith("dedicated")
-    with dmuon.summon_full_params(laid.inner) if dedicated else contextlib.nullcontext():
-        yield
-
-
 def _write(param: Tensor, value: Tensor) -> None:
     if isinstance(param, DTensor):
         value = torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)
@@ -416,7 +389,7 @@ def _write(param: Tensor, value: Tensor) -> None:
 def _whole_state(optimizer: dmuon.Muon) -> dict[str, Any]:
     saved = optimizer.state_dict()
     state = {
-        key: {n: _full(v) if isinstance(v, Tensor) else v for n, v in of.items()} for key, of in saved["state"].items()
+        key: {n: whole(v) if isinstance(v, Tensor) else v for n, v in of.items()} for key, of in saved["state"].items()
     }
     return {**saved, "state": state}
 
@@ -431,8 +404,7 @@ def play_all(rank: int, world: int, seeds: list[int]) -> list[str]:
             fault = ""
         except Exception as error:
             fault = f"{type(error).__name__}: {str(error)[:400]}"
-        faults: list[Any] = [None] * world
-        dist.all_gather_object(faults, fault)
+        faults = of_all_ranks(fault)
         if any(faults):
             wrong.append(f"program {seed}: {' | '.join(faults)}")
     return wrong

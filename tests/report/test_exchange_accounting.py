@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.pool import RankPool
-from harness.topologies import LAYOUTS, lay
+from harness.on_ranks import on_ranks
+from harness.topologies import lay
 from harness.toy import build
 
 import dmuon
@@ -20,24 +20,22 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from common.ledger import Ledger
 
 EXCHANGES = ("alltoall_base_", "broadcast_")
+HIDDEN = 509
 SLACK_BYTES = 2048  # votes, norms, and numbers of AdamW: none of them grows with the matrices
 
 
-def count_step(
-    _rank: int,
-    _world: int,
+def counted(
     name: str,
     together: bool,
     prefetch: int,
     chunk_bytes: int,
     dtype: Any = None,
     strategy: str = "owner",
-) -> tuple[dict[str, int], dict[str, int], int, int]:
-    """What was counted, what the formula says, rounds, and bytes of the largest matrix."""
-    model = build(layers=4, hidden=509)
-    laid = lay(name, model)
+) -> tuple[dict[str, int], dict[str, int], int]:
+    """What this rank was counted to send, which must be what the formula says; that; and rounds."""
+    laid = lay(name, build(layers=4, hidden=HIDDEN))
     config = dmuon.create_dtensor_config(together, prefetch, costs="flops", chunk_bytes=chunk_bytes)
-    optimizer = dmuon.Muon(model, distributed_config=config, ns_dtype=dtype, strategy=strategy)
+    optimizer = dmuon.Muon(laid.network, distributed_config=config, ns_dtype=dtype, strategy=strategy)
     in_flight = []
     for step in range(4):  # the least: a thread of gloo may keep what has arrived for a moment
         laid.backward(step)
@@ -52,12 +50,15 @@ def count_step(
         "in_flight": min(in_flight),
         "summed": ledger.received["allreduce_"],
     }
-    rounds = sum(round_.exchanged for round_ in optimizer._rounds)
-    return found, asdict(expected_exchange(optimizer)), rounds, 4 * 13 * 509
+    budget = asdict(expected_exchange(optimizer))
+    for way in ("received", "sent"):
+        assert found[way] == budget[f"{way}_before"] + budget[f"{way}_after"], f"counted {found}, formula {budget}"
+    assert strategy != "owner" or found["calls"] == budget["calls"], f"counted {found}, formula {budget}"
+    return found, budget, sum(round_.exchanged for round_ in optimizer._rounds)
 
 
 @pytest.mark.parametrize(
-    ("name", "together", "prefetch", "chunk_bytes"),
+    ("layout", "together", "prefetch", "chunk_bytes"),
     [
         ("fsdp2-2", True, 0, 2**28),
         ("fsdp2-2", False, 3, 2**14),
@@ -77,22 +78,15 @@ def count_step(
         ),
     ],
 )
+@on_ranks("layout")
 def test_exchanges_equal_the_formula(
-    ranks: RankPool, name: str, together: bool, prefetch: int, chunk_bytes: int
+    rank: int, world: int, layout: str, together: bool, prefetch: int, chunk_bytes: int
 ) -> None:
-    for rank, (found, budget, _, _) in enumerate(
-        ranks(LAYOUTS[name].world, count_step, name, together, prefetch, chunk_bytes)
-    ):
-        expected = {
-            "calls": budget["calls"],
-            "received": budget["received_before"] + budget["received_after"],
-            "sent": budget["sent_before"] + budget["sent_after"],
-        }
-        assert expected == {key: found[key] for key in expected}, f"rank {rank}: counted {found}, formula {budget}"
+    counted(layout, together, prefetch, chunk_bytes)
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "dtype"),
+    ("layout", "strategy", "dtype"),
     [
         ("fsdp2-2", "replicated", None),
         ("fsdp2-2", "sharded", torch.float16),
@@ -106,54 +100,47 @@ def test_exchanges_equal_the_formula(
         pytest.param("fsdp2-hsdp", "sharded:3", None, marks=pytest.mark.slow),
     ],
 )
-def test_strategies_send_what_the_formula_says(ranks: RankPool, name: str, strategy: str, dtype: Any) -> None:
-    world = LAYOUTS[name].world
+@on_ranks("layout")
+def test_strategies_send_what_the_formula_says(rank: int, world: int, layout: str, strategy: str, dtype: Any) -> None:
+    found, budget, _ = counted(layout, True, 1, 2**14, dtype, strategy)
     _, _, size = strategy.partition(":")
     team = int(size or world)  # the first ranks: there is one
-    counted = ranks(world, count_step, name, True, 1, 2**14, dtype, strategy)
-    for rank, (found, budget, _, _) in enumerate(counted):
-        assert found["received"] == budget["received_before"] + budget["received_after"]
-        assert found["sent"] == budget["sent_before"] + budget["sent_after"]
-        assert budget["copied"] == 0
-        assert (budget["summed"] > 0) == (strategy.startswith("sharded") and rank < team)
-        by_all = found["summed"] - 2 * budget["summed"] * (team - 1) // team
-        assert 0 < by_all <= SLACK_BYTES, "votes and norms"
-        if name == "replicate-fsdp":
-            assert found["received"] == 0, "each copy does all by itself"
-        if not strategy.startswith("sharded"):
-            assert budget["received_after"] == 0, "each rank has the result"
+    assert budget["copied"] == 0
+    assert (budget["summed"] > 0) == (strategy.startswith("sharded") and rank < team)
+    by_all = found["summed"] - 2 * budget["summed"] * (team - 1) // team
+    assert 0 < by_all <= SLACK_BYTES, "votes and norms"
+    if layout == "replicate-fsdp":
+        assert found["received"] == 0, "each copy does all by itself"
+    if not strategy.startswith("sharded"):
+        assert budget["received_after"] == 0, "each rank has the result"
 
 
-def test_memory_in_flight_grows_with_prefetching_and_not_with_the_number_of_rounds(ranks: RankPool) -> None:
-    counted = {p: ranks(2, count_step, "fsdp2-2", False, p, 1) for p in (0, 1, 3)}
-    for rank in range(2):
-        largest = {p: found[rank][0]["in_flight"] for p, found in counted.items()}
-        rounds, matrix = counted[0][rank][2:]
+@on_ranks(2)
+def test_memory_in_flight_grows_with_prefetching_and_not_with_the_number_of_rounds(rank: int, world: int) -> None:
+    largest = {}
+    for prefetch in (0, 1, 3):
+        found, _, rounds = counted("fsdp2-2", False, prefetch, 1)
+        largest[prefetch] = found["in_flight"]
         assert rounds == 12
-        assert largest[0] < largest[1] < largest[3], largest
         # A round of one matrix keeps at most it, its update, and a copy of what of them is sent.
-        for prefetch, nbytes in largest.items():
-            assert nbytes <= (2 + 3 * (prefetch + bool(prefetch))) * matrix + SLACK_BYTES, largest
+        most = (2 + 3 * (prefetch + bool(prefetch))) * 4 * 13 * HIDDEN + SLACK_BYTES
+        assert largest[prefetch] <= most, largest
+    assert largest[0] < largest[1] < largest[3], largest
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype", "before"),
+    ("layout", "dtype"),
     [
-        ("fsdp2-2", torch.float16, 2),
-        pytest.param("fsdp2-hsdp", torch.bfloat16, 2, marks=pytest.mark.slow),
-        pytest.param("fsdp2-tp", torch.float16, 2, marks=pytest.mark.slow),
+        ("fsdp2-2", torch.float16),
+        pytest.param("fsdp2-hsdp", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("fsdp2-tp", torch.float16, marks=pytest.mark.slow),
     ],
 )
+@on_ranks("layout")
 def test_pieces_travel_as_newton_schulz_begins_and_updates_as_it_ends(
-    ranks: RankPool, layout: str, dtype: Any, before: int
+    rank: int, world: int, layout: str, dtype: Any
 ) -> None:
     """Half of the bytes, also where tensors hold them in fp32."""
-    of_fp32, of_half = (
-        ranks(LAYOUTS[layout].world, count_step, layout, True, 0, 2**28, dtype) for dtype in (None, dtype)
-    )
-    for (found, budget, _, _), (_, whole, _, _) in zip(of_half, of_fp32, strict=True):
-        assert found["calls"] == budget["calls"]
-        assert found["sent"] == budget["sent_before"] + budget["sent_after"]
-        assert found["received"] == budget["received_before"] + budget["received_after"]
-        assert budget["sent_before"] * before == whole["sent_before"]
-        assert budget["sent_after"] * 2 == whole["sent_after"] > 0
+    (_, whole, _), (_, half, _) = (counted(layout, True, 0, 2**28, of_pieces) for of_pieces in (None, dtype))
+    assert half["sent_before"] * 2 == whole["sent_before"]
+    assert half["sent_after"] * 2 == whole["sent_after"] > 0

@@ -66,12 +66,6 @@ def test_auto_solves_no_pricing_problem_that_is_too_large(monkeypatch: pytest.Mo
     assert solve(SolveOptions(method="milp", gap_target=0.0)).gap == 0.0
 
 
-def test_exact_methods_raise_no_warning_of_their_own() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert solve().gap == 0.0
-
-
 # What CBC may do instead of solving.
 
 

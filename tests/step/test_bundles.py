@@ -7,9 +7,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from harness.assertions import assert_same_tensors
-from harness.dtensors import local_tensor, noise, parameter
+from harness.dtensors import give, local_tensor, noise, parameter
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS
 from torch import Tensor
@@ -37,14 +36,11 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(
-    mesh: DeviceMesh, most: int, absent: dict[int, list[int]]
-) -> tuple[dict[str, Tensor], Counter[str], list[int]]:
+def train(mesh: DeviceMesh, most: int) -> tuple[dict[str, Tensor], Counter[str], list[int]]:
     """Weights, momentum, what the last step computed, and how many batches each bundle has.
 
     Args:
         most: elements of a small part.
-        absent: by step, the parameters without a gradient.
     """
     with mock.patch.object(batches, "_SMALL_PART", most):
         params = [parameter(noise(i, *shape), mesh, [Shard(0)]) for i, shape in enumerate(SHAPES)]
@@ -55,10 +51,7 @@ def train(
         )
         for step in range(3):
             for i, param in enumerate(params):
-                local = noise(100 * step + i, *param.shape).chunk(mesh.size())[mesh.get_local_rank()]
-                param.grad = None if i in absent.get(step, ()) else torch.zeros_like(param)
-                if param.grad is not None:
-                    local_tensor(param.grad).copy_(local)
+                give(param, noise(100 * step + i, *param.shape))
             with Operations() as operations:
                 optimizer.step()
     found = {f"weight {i}": local_tensor(param) for i, param in enumerate(params)}
@@ -72,21 +65,11 @@ def train(
 @on_ranks()
 def test_bundles_change_no_bit_and_compute_less_often(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    bundled, few, members = train(mesh, 2**16, {})
-    apart, many, none = train(mesh, 0, {})
+    bundled, few, members = train(mesh, 2**16)
+    apart, many, none = train(mesh, 0)
     assert_same_tensors(bundled, apart)
     assert sum(members) > len(SHAPES) / 2 and not none, "each matrix is a batch of its own"
     saved = sum(members) - len(members)
     assert saved >= 8
     assert many["_foreach_mul_"] - few["_foreach_mul_"] == saved
     assert many["lerp_"] - few["lerp_"] == 2 * saved
-
-
-@on_ranks(2)
-def test_parameters_without_a_gradient_are_left_out_of_bundles(rank: int, world: int) -> None:
-    """On this rank alone, when others have one, and on all."""
-    mesh = init_device_mesh("cpu", (world,))
-    absent = {0: [3], 1: [0, 1, 2, 3, 4], 2: [7]}
-    one = {0: [3], 1: [5] if rank else [], 2: [7, 8] if rank else [7]}
-    for missing in (absent, one):
-        assert_same_tensors(train(mesh, 2**16, missing)[0], train(mesh, 0, missing)[0])

@@ -10,10 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness.dtensors import local_tensor
 from harness.network import full_state
-from harness.on_ranks import on_ranks
+from harness.on_ranks import of_all_ranks, on_ranks
 from harness.topologies import Laid, lay
 from harness.toy import OPTIONS, batch, build
 from torch import Tensor
@@ -182,7 +181,7 @@ def test_what_tensor_parallelism_splits_waits_for_the_step(rank: int, world: int
 
 @on_ranks(2)
 def test_first_blocks_run_while_late_owners_still_compute(rank: int, world: int) -> None:
-    """Rank 1 takes a second for every matrix of the last block; when each rank passed what, by one clock."""
+    """Rank 1 takes long for every matrix of the last block; when each rank passed what, by one clock."""
     first = lay("1d-two-lines", build())
     plan = dedications(first.model)[0].plan
     plan = replace(plan, chunks=dict.fromkeys(plan.chunks, 1))
@@ -195,21 +194,18 @@ def test_first_blocks_run_while_late_owners_still_compute(rank: int, world: int)
 
     def slow(numerics: Any, owned: Batch, *others: Any) -> Any:
         if any(id(p) in late for p in owned.params):
-            time.sleep(1.0)
+            time.sleep(0.4)
         return original(numerics, owned, *others)
 
     passed: list[float] = []
+    laid.train(optimizer, range(1))
     with mock.patch.object(rounds, "orthogonalize", slow):
-        for step in range(2):
-            optimizer.zero_grad()
-            laid.loss(step).backward()
-            optimizer.step()
+        laid.train(optimizer, range(1, 2))
         passed.append(time.monotonic())
         hook = laid.model.blocks[0].register_forward_hook(lambda *_: passed.append(time.monotonic()))
         laid.model(laid.mine(batch(2))[0])
         hook.remove()
-    of_ranks: list[Any] = [None] * world
-    dist.all_gather_object(of_ranks, passed)
+    of_ranks = of_all_ranks(passed)
     (_, first_block), (end_of_step, _) = of_ranks
     assert first_block < end_of_step, "rank 0 ran its first block only after rank 1 had finished its step"
 
@@ -227,10 +223,7 @@ def test_the_profiler_shows_phases_and_blocks(rank: int, world: int, name: str, 
     laid = lay(name, build())
     optimizer = dmuon.Muon(laid.model, **OPTIONS)
     with profile(activities=[ProfilerActivity.CPU]) as found:
-        for step in range(2):
-            laid.loss(step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        laid.train(optimizer, range(2))
         with torch.no_grad():
             laid.loss(2)  # a collective that ends when the profiler is gone crashes in torch
     assert {f"dmuon::{phase}" for phase in phases} <= {event.name for event in found.events()}

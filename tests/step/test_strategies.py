@@ -18,8 +18,7 @@ from harness.hand_laid import SPLITS, Weights
 from harness.network import full_state, is_matrix
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import reference_weights
-from harness.pool import RankPool
-from harness.topologies import LAYOUTS, lay
+from harness.topologies import lay
 from harness.toy import OPTIONS, build
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -89,7 +88,11 @@ SLOW_CASES = [
 ]
 
 
-def on_layout(_rank: int, _world: int, name: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+)
+@on_ranks("name")
+def test_a_model_on_a_layout_trains_as_in_one_process(rank: int, world: int, name: str, strategy: str) -> None:
     laid = lay(name, build())
     optimizer = laid.optimizer(strategy=strategy)
     laid.train(optimizer, range(3))
@@ -98,13 +101,6 @@ def on_layout(_rank: int, _world: int, name: str, strategy: str) -> None:
     assert_same_over_ranks(weights)
     assert {one.strategy for one in optimizer.exchanged()} == {strategy}
     assert {one.owner for one in optimizer.exchanged()} == {None}
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy"), [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
-)
-def test_a_model_on_a_layout_trains_as_in_one_process(ranks: RankPool, name: str, strategy: str) -> None:
-    ranks(LAYOUTS[name].world, on_layout, name, strategy)
 
 
 # -- teams: some of the ranks together ---------------------------------------------------------------------------------
@@ -224,10 +220,11 @@ def test_ranks_take_part_that_hold_other_matrices_of_a_stack(rank: int, world: i
     weights.check(optimizer)
 
 
+@pytest.mark.pitfall("P35")
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 @on_ranks(2)
 def test_the_scale_of_gradients_does_not_matter(rank: int, world: int, scale: float) -> None:
-    for strategy in WAYS:
+    for strategy in ("owner", *WAYS):
         weights = Weights(decay=0.0)
         for i, placement in enumerate((Shard(0), Shard(1), Replicate())):
             weights.shard(i, (6, 9), init_device_mesh("cpu", (world,)), [placement], scale=0.0)
@@ -315,7 +312,17 @@ def test_ranks_that_keep_momentum_whole_follow_what_others_change(rank: int, wor
 # -- what dedicate_params leaves to all ranks --------------------------------------------------------------------------
 
 
-def left(_rank: int, _world: int, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1d",
+        "1d-two-lines",
+        "ddp-2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("1d-3", "hsdp", "hsdp-two-lines", "tp-fsdp")),
+    ],
+)
+@on_ranks("name")
+def test_a_dedicated_model_leaves_matrices_to_all_ranks(rank: int, world: int, name: str) -> None:
     laid = lay(name, build(), strategy={"*.up.*": "sharded", "blocks.1.down.weight": "sharded"})
     optimizer = laid.optimizer()
     for step in range(3):
@@ -333,19 +340,6 @@ def left(_rank: int, _world: int, name: str) -> None:
         assert text.count("left to fully_shard") == 4
     with pytest.raises(ValueError, match="which dedicate_params has left to 'sharded': leave it out here"):
         laid.optimizer(strategy={"*.up.*": "replicated"})
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "1d",
-        "1d-two-lines",
-        "ddp-2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("1d-3", "hsdp", "hsdp-two-lines", "tp-fsdp")),
-    ],
-)
-def test_a_dedicated_model_leaves_matrices_to_all_ranks(ranks: RankPool, name: str) -> None:
-    ranks(LAYOUTS[name].world, left, name)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +388,17 @@ COSTS = {
 OWNERS_ONLY = ("tp", "1d-1")  # tensor parallelism cuts matrices, or there is one rank
 
 
-def chosen(_rank: int, _world: int, name: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(("1d", way) for way in COSTS),
+        *((name, "sharded") for name in OWNERS_ONLY),
+        *(pytest.param(name, "sharded", marks=pytest.mark.slow) for name in ("1d-3", "1d-two-lines", "hsdp", "ddp-2")),
+        pytest.param("hsdp", "replicated", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("name")
+def test_dedication_leaves_to_others_what_takes_less_time_so(rank: int, world: int, name: str, way: str) -> None:
     square, wide, expected = COSTS[way]
     table = CostTable({(13, 13): {1: square}, (13, 29): {1: wide}})
     laid = lay(name, build(layers=1), strategy="auto", costs=table, exclude=["*.down.*"])
@@ -409,23 +413,24 @@ def chosen(_rank: int, _world: int, name: str, way: str) -> None:
     assert text.count(f"strategy={way!r}, chosen since all matrices are predicted to take") == len(expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        *(("1d", way) for way in COSTS),
-        *((name, "sharded") for name in OWNERS_ONLY),
-        *(pytest.param(name, "sharded", marks=pytest.mark.slow) for name in ("1d-3", "1d-two-lines", "hsdp", "ddp-2")),
-        pytest.param("hsdp", "replicated", marks=pytest.mark.slow),
-    ],
-)
-def test_dedication_leaves_to_others_what_takes_less_time_so(ranks: RankPool, name: str, way: str) -> None:
-    ranks(LAYOUTS[name].world, chosen, name, way)
-
-
 # -- when FSDP2 unshards -----------------------------------------------------------------------------------------------
 
 
-def fused(rank: int, _world: int, name: str, prefetched: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "prefetched", "options"),
+    [
+        ("fsdp2-2", False, {}),
+        ("fsdp2-2", True, {"second_moment": "row", "ns_dtype": torch.float16}),
+        ("fsdp2-2", True, {"second_moment": "element", "weight_decay_mode": "hyperball", "ns_dtype": torch.float16}),
+        pytest.param("fsdp2-3", True, {}, marks=pytest.mark.slow),
+        pytest.param("fsdp2-hsdp", True, {"second_moment": "row"}, marks=pytest.mark.slow),
+        pytest.param("fsdp2-tp", False, {}, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("name")
+def test_updates_wait_until_fsdp_unshards(
+    rank: int, world: int, name: str, prefetched: bool, options: dict[str, Any]
+) -> None:
     """Weights change no sooner than a block is unsharded, and state dicts hold what they change to."""
     laid, other = lay(name, build()), lay(name, build())
     if prefetched:
@@ -475,23 +480,6 @@ def fused(rank: int, _world: int, name: str, prefetched: bool, options: dict[str
     by_owners.step()
     del optimizer
     assert_equal_weights(full_state(laid.network), full_state(other.network))
-
-
-@pytest.mark.parametrize(
-    ("name", "prefetched", "options"),
-    [
-        ("fsdp2-2", False, {}),
-        ("fsdp2-2", True, {"second_moment": "row", "ns_dtype": torch.float16}),
-        ("fsdp2-2", True, {"second_moment": "element", "weight_decay_mode": "hyperball", "ns_dtype": torch.float16}),
-        pytest.param("fsdp2-3", True, {}, marks=pytest.mark.slow),
-        pytest.param("fsdp2-hsdp", True, {"second_moment": "row"}, marks=pytest.mark.slow),
-        pytest.param("fsdp2-tp", False, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_updates_wait_until_fsdp_unshards(
-    ranks: RankPool, name: str, prefetched: bool, options: dict[str, Any]
-) -> None:
-    ranks(LAYOUTS[name].world, fused, name, prefetched, options)
 
 
 @on_ranks(2)
@@ -629,11 +617,8 @@ def test_what_auto_chose_stays_when_a_parameter_is_added(rank: int, world: int) 
     weights.check(optimizer)
 
 
-def test_auto_on_a_model_with_stacks_is_as_one_process(ranks: RankPool) -> None:
-    ranks(2, automatic)
-
-
-def automatic(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_auto_on_a_model_with_stacks_is_as_one_process(rank: int, world: int) -> None:
     """By estimated costs of a GPU, beside whose latency these matrices take no time."""
     weights = laid_by_hand(world)
     optimizer = optimizer_of(weights, strategy="auto")
@@ -701,14 +686,9 @@ def test_patterns_may_fit_what_adamw_takes_or_another_group_has() -> None:
     assert len(optimizer.param_groups) == 3
 
 
-def differing(rank: int, world: int) -> None:
-    weights = laid_by_hand(world)
-    optimizer_of(weights, strategy="sharded" if rank else "owner")
-
-
-def test_ranks_that_differ_hear_of_the_parameter(ranks: RankPool) -> None:
-    for outcome in ranks(2, differing, expect=ValueError):
-        assert "strategy='sharded'" in outcome.message and "parameter" in outcome.message
+@on_ranks(2, expect=ValueError, match=r"(?s)(?=.*parameter).*strategy='sharded'")
+def test_ranks_that_differ_hear_of_the_parameter(rank: int, world: int) -> None:
+    optimizer_of(laid_by_hand(world), strategy="sharded" if rank else "owner")
 
 
 @on_ranks(2)

@@ -43,15 +43,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dmuon
 from dmuon.kernels import orthogonalize, update_scale
 
-WAYS: dict[str, str | dict[str, str]] = {
-    "owner": "owner",
-    "replicated": "replicated",
-    "full_replication": "full_replication",
-    "sharded": "sharded",
-    "large sharded": {"large.*": "sharded"},
-    "teams": {"large.*": "sharded:2"},
-    "auto": "auto",
-}
+OF_LARGE = {"large sharded": "sharded", "teams": "sharded:2"}  # the small ones have owners
+WAYS = ("owner", "replicated", "full_replication", "sharded", *OF_LARGE, "auto")
 CASES = ("small", "wide", "two")
 NS_STEPS = 5
 LR = 1e-2
@@ -89,7 +82,8 @@ class Program:
         config = dmuon.create_dtensor_config(costs=costs)
         kinds = ["small" if shape == shapes[0] else "large" for shape in shapes]
         named = [(f"{kind}.{i}", param) for i, (kind, param) in enumerate(zip(kinds, self.params, strict=True))]
-        self.muon = dmuon.Muon(named, lr=LR, weight_decay=0.0, distributed_config=config, strategy=WAYS[way])
+        strategy = {"large.*": OF_LARGE[way]} if way in OF_LARGE else way
+        self.muon = dmuon.Muon(named, lr=LR, weight_decay=0.0, distributed_config=config, strategy=strategy)
         for i, param in enumerate(self.params):
             param.grad = distribute_tensor(noise(i, tuple(param.shape)), mesh, [Shard(0)])
 
@@ -117,8 +111,9 @@ def seed_estimate(program: Program, world: int) -> tuple[float, float]:
 
 
 def rows_of(shapes: Sequence[Shape], mesh: DeviceMesh, settings: Settings) -> dict[str, dict[str, float]]:
-    programs = {way: Program(way, shapes, mesh, settings.costs) for way in WAYS}
-    rows: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    ways = [way for way in WAYS if way not in OF_LARGE or len(set(shapes)) > 1]
+    programs = {way: Program(way, shapes, mesh, settings.costs) for way in ways}
+    rows: dict[str, dict[str, float]] = {way: {} for way in ways}
     for way, program in programs.items():
         program.muon.step()
         rows[way]["error"] = program.error()

@@ -57,11 +57,7 @@ POLAR = coefficient_sequence("polar_express", 5)
 PEERS = ("torch.optim.Muon", "gram-newton-schulz")
 OTHERS = ("cuBLAS standard", "cuBLAS gram", "quack", *PEERS)
 SECTIONS = ("products", "shapes", "models", "faults")
-_DRY = (
-    TileConfig(16, 16, 4, 2),
-    TileConfig(16, 16, 4, 2, descriptors=True),
-    TileConfig(16, 16, 4, 2, descriptors=True, halves=2),
-)
+_DRY = (TileConfig(16, 16, 4, 2), TileConfig(16, 16, 4, 2, wide=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -41,16 +41,16 @@ from stress import FULL_SET, MARGIN, QUICK_SET, SMALL, Batch, stress_set
 from dmuon.kernels import (
     PRESETS,
     QUINTICS,
-    Iteration,
     Square,
     Squares,
+    Variant,
     coefficient_sequence,
     iterate,
     safe_restarts,
 )
 from dmuon.kernels.arithmetic import Arithmetic, SplitArithmetic
 from dmuon.kernels.coefficients import SQUARES
-from dmuon.kernels.variant import Backend, relative_cost, squares_cost
+from dmuon.kernels.variant import relative_cost
 
 Steps = tuple[tuple[float, float, float], ...]  # of each step, the coefficients of s, s³, s⁵
 
@@ -83,10 +83,8 @@ class TileArithmetic(SplitArithmetic):
 
     __slots__ = ()
 
-    def symmetric(
-        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, b_symmetric: bool = True, **options: Any
-    ) -> Tensor:
-        return super().symmetric(a, b.mT if b_symmetric else b, c, **options)
+    def symmetric(self, c: Tensor | None, a: Tensor, b: Tensor, *, b_symmetric: bool = True, **options: Any) -> Tensor:
+        return super().symmetric(c, a, b.mT if b_symmetric else b, **options)
 
     def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
         """Sums and product are rounded together, once."""
@@ -94,68 +92,57 @@ class TileArithmetic(SplitArithmetic):
         for addend, factor in zip(stored, square.addends, strict=False):
             total.add_(addend, alpha=factor)
         total.diagonal(dim1=-2, dim2=-1).add_(square.identity)
-        return self.symmetric(s, s, total, alpha=square.square, out=total)
+        return self.symmetric(total, s, s, alpha=square.square, out=total)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """How an iteration is computed, by the library's options.
 
-    ``restarts`` is ``None`` for the standard form. Symmetric products are in full or ``halves``, mirrored, but for the
-    first ``V`` after a restart with ``whole_v``.
-    ``cost``: ``p`` and ``q`` of ``p α + q`` half products of m³.
+    Symmetric products are in full or, unless the back end of ``variant`` is torch, halves, mirrored, but for the first
+    ``V`` after a restart with ``whole_v``.
     """
 
     name: str
     dtype: torch.dtype
-    restarts: tuple[int, ...] | None
-    cost: tuple[int, int]
-    halves: bool = True
+    variant: Variant
     whole_v: bool = False
+
+    def cost(self, steps: Steps | Squares) -> str:
+        """In half products of m³."""
+        counted = self.dtype if self.whole_v else torch.float32  # in fp32 nothing is whole
+        square, wide = (round(2 * relative_cost((1, n), steps, self.variant, counted)) for n in (1, 2))
+        return f"{wide - square}α+{2 * square - wide}"
 
     def run(self, x: Tensor, steps: Steps | Squares) -> Tensor:
         """``x``, fp32 of Frobenius norm one, after ``steps``; ``x`` is overwritten."""
-        arithmetic = (TileArithmetic if self.halves else Arithmetic)(self.dtype, torch.float32)
-        x = arithmetic.round_(x)
-        if isinstance(steps, Squares):
-            return iterate(x, Iteration(steps, "gram", self.restarts or (), self.dtype), arithmetic)
-        method: Literal["standard", "gram"] = "standard" if self.restarts is None else "gram"
-        return iterate(x, Iteration(steps, method, self.restarts or (), self.dtype, self.whole_v), arithmetic)
+        form = Arithmetic if self.variant.backend == "torch" else TileArithmetic
+        arithmetic = form(self.dtype, torch.float32, self.whole_v)
+        return iterate(arithmetic.round_(x), self.variant, steps, arithmetic)
 
 
 def library_forms() -> Iterator[Form]:
     """What the library can run. On GPUs its halves have ``V`` whole: :func:`dmuon.kernels.variant.whole_v`."""
-
-    def form(name: str, dtype: torch.dtype, restarts: tuple[int, ...] | None, halves: bool, whole_v: bool) -> Form:
-        backend: Backend = "triton" if halves else "torch"
-        counted = dtype if whole_v else torch.float32  # in fp32 nothing is whole
-        square, wide = (round(2 * relative_cost((1, n), 5, restarts, backend, counted)) for n in (1, 2))
-        return Form(name, dtype, restarts, (wide - square, 2 * square - wide), halves, whole_v)
-
-    yield form("standard fp32, full", torch.float32, None, False, False)
-    yield form("standard bf16, full", torch.bfloat16, None, False, False)
-    yield form("standard fp16, half", torch.float16, None, True, False)
+    standard, halves = Variant("standard", (), "torch", 1), Variant("standard", (), "triton", 1)
+    yield Form("standard fp32, full", torch.float32, standard)
+    yield Form("standard bf16, full", torch.bfloat16, standard)
+    yield Form("standard fp16, half", torch.float16, halves)
     for restarts in ((1,), (2,), (3,), (2, 4), (1, 3), ()):
         name = "r" + ",".join(map(str, restarts)) if restarts else "no restart"
-        yield form(f"{name}, full", torch.float16, restarts, False, False)
-        yield form(f"{name}, half", torch.float16, restarts, True, False)
+        halves = Variant("gram", restarts, "triton", 1)
+        yield Form(f"{name}, full", torch.float16, Variant("gram", restarts, "torch", 1))
+        yield Form(f"{name}, half", torch.float16, halves)
         if restarts:
-            yield form(f"{name}, V whole", torch.float16, restarts, True, True)
+            yield Form(f"{name}, V whole", torch.float16, halves, whole_v=True)
 
 
 def squares_forms() -> Iterator[Form]:
     """How the library runs blocks of squares: sums with each addend rounded, or in the product, rounded once."""
-    for dtype, halves in (
-        (torch.float32, False),
-        (torch.bfloat16, False),
-        (torch.bfloat16, True),
-        (torch.float16, False),
-        (torch.float16, True),
-    ):
-        backend: Backend = "triton" if halves else "torch"
-        square, wide = (round(2 * squares_cost((1, n), SQUARES, backend)) for n in (1, 2))
-        name = f"{str(dtype).removeprefix('torch.')}, {'half' if halves else 'full'}"
-        yield Form(name, dtype, safe_restarts(SQUARES, dtype), (wide - square, 2 * square - wide), halves)
+    full, half = (Variant("gram", safe_restarts(SQUARES, torch.float16), name, 1) for name in ("torch", "triton"))
+    yield Form("float32, full", torch.float32, full)
+    for dtype in (torch.bfloat16, torch.float16):
+        yield Form(f"{str(dtype).removeprefix('torch.')}, full", dtype, full)
+        yield Form(f"{str(dtype).removeprefix('torch.')}, half", dtype, half)
 
 
 # -- measurement ---------------------------------------------------------------------------------------------
@@ -163,7 +150,7 @@ def squares_forms() -> Iterator[Form]:
 
 def judge(batches: Sequence[Batch], form: Form, steps: Steps | Squares, limit: float) -> Record:
     """What a form does to the stress set; ``worst`` names the matrix with the largest singular value."""
-    found = {"cost": f"{form.cost[0]}α+{form.cost[1]}", "sigma_max": 0.0, "sigma_min": math.inf, "nan": 0, "worst": ""}
+    found = {"cost": form.cost(steps), "sigma_max": 0.0, "sigma_min": math.inf, "nan": 0, "worst": ""}
     errors = []
     for batch in batches:
         output = form.run(batch.x.float(), steps).double()
@@ -204,7 +191,7 @@ def measure(settings: Settings) -> Record:
     cases: list[tuple[str, Form, Steps | Squares]] = [
         (preset, form, coefficient_sequence(preset, 5)) for preset in QUINTICS for form in library_forms()
     ]
-    cases += [(SQUARES.name, form, SQUARES) for form in squares_forms()]
+    cases += [("squares", form, SQUARES) for form in squares_forms()]
     ideals: dict[str, float] = {}
     results: dict[str, dict[str, Record]] = {}
     for preset, form, steps in cases:

@@ -3,7 +3,7 @@
 Triton is imported where its kernels are first used.
 """
 
-from .arithmetic import Arithmetic, make_arithmetic, symmetric_product
+from .arithmetic import Arithmetic, symmetric_product
 from .coefficients import (
     PRESETS,
     QUINTICS,
@@ -12,25 +12,10 @@ from .coefficients import (
     Squares,
     check_storage,
     coefficient_sequence,
-    is_safe,
     safe_restarts,
 )
-from .device import (
-    HALF,
-    carrier_dtype,
-    is_capturing,
-    storage_dtype,
-    streams_of,
-)
-from .newton_schulz import (
-    Iteration,
-    iterate,
-    make_iteration,
-    newton_schulz_flops,
-    orthogonalize,
-    run,
-)
-from .normalization import normalize
+from .device import HALF, carrier_dtype, is_capturing, storage_dtype, streams_of
+from .newton_schulz import iterate, newton_schulz_flops, normalize, orthogonalize, run
 from .replay import drop_graphs
 from .update import (
     apply_update_,
@@ -49,11 +34,9 @@ from .variant import (
     choose_variant,
     cost_of_slice,
     products_on,
-    rule_on,
     sliced_variant,
     step_variant,
     user_cache_directory,
-    variant_fault,
 )
 
 __all__ = [
@@ -61,7 +44,6 @@ __all__ = [
     "PRESETS",
     "QUINTICS",
     "Arithmetic",
-    "Iteration",
     "Polynomial",
     "Square",
     "Squares",
@@ -76,10 +58,7 @@ __all__ = [
     "cost_of_slice",
     "drop_graphs",
     "is_capturing",
-    "is_safe",
     "iterate",
-    "make_arithmetic",
-    "make_iteration",
     "momentum_norms",
     "momentum_update",
     "muon_update_",
@@ -90,7 +69,6 @@ __all__ = [
     "normalized_update",
     "orthogonalize",
     "products_on",
-    "rule_on",
     "run",
     "safe_restarts",
     "sliced_variant",
@@ -100,5 +78,4 @@ __all__ = [
     "symmetric_product",
     "update_scale",
     "user_cache_directory",
-    "variant_fault",
 ]

@@ -1,32 +1,25 @@
-"""Matrix products in a storage dtype: full-precision accumulation, one rounding per result."""
+"""Matrix products in a storage dtype: full-precision accumulation, one rounding per result.
+
+A product that is known to be symmetric needs half the operations: torch computes the whole of it, a CPU blocks of rows
+of the lower triangle, a GPU its tiles.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .coefficients import Square
 from .device import HALF, carrier_dtype, full_precision, kernels_of
-from .symmetric_cpu import split_product
-from .variant import Backend, Products, Variant, products_on, require_backend
+from .variant import Backend, Products, products_on, require_backend, whole_v
 
-
-class Operations(NamedTuple):
-    """Functions with the arguments of torch's, ``out`` among them, which may be ``None``.
-
-    ``multiply(a, b)``, ``add(c, a, b, beta=, alpha=)``, ``gram(x, x.mT)``, and ``symmetric``, which is ``add`` whose
-    result is symmetric.
-    """
-
-    multiply: Callable[..., Tensor]
-    add: Callable[..., Tensor]
-    gram: Callable[..., Tensor]
-    symmetric: Callable[..., Tensor]
+Operation: TypeAlias = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,82 +28,63 @@ class Arithmetic:
 
     ``storage`` is the dtype whose values are kept. Where the device multiplies it fast, tensors are of that
     dtype. Elsewhere they are fp32 (``carrier``) and every result is rounded to ``storage`` once, which is what
-    a product that accumulates in fp32 does.
+    a product that accumulates in fp32 does. ``whole_v`` is what :func:`whole_v` says.
 
-    ``matrices`` and ``batches`` are :meth:`product`, :meth:`gram` and :meth:`symmetric` of either. Where results are
-    torch's own they are torch's functions: a call takes as long as a small product.
+    Products are of matrices or batches and take the arguments of torch's ``mm`` and ``addmm``. ``out`` may be ``None``,
+    and neither factor.
     """
 
     storage: torch.dtype
     carrier: torch.dtype
-    matrices: Operations = field(init=False, repr=False, compare=False)
-    batches: Operations = field(init=False, repr=False, compare=False)
+    whole_v: bool = False
 
-    def __post_init__(self) -> None:
-        plain = type(self) is Arithmetic and self.storage == self.carrier
-        own = None if plain else self._operations()
-        object.__setattr__(self, "matrices", own or Operations(torch.mm, torch.addmm, torch.mm, torch.addmm))
-        object.__setattr__(self, "batches", own or Operations(torch.bmm, torch.baddbmm, torch.bmm, torch.baddbmm))
+    def operations(self, ndim: int) -> tuple[Operation, Operation, Operation, Operation]:
+        """:meth:`multiply`, :meth:`add`, :meth:`gram` and :meth:`symmetric`, of tensors with so many dimensions.
+
+        Where results are torch's own, these are torch's functions: a call takes as long as a small product.
+        """
+        if type(self) is not Arithmetic or self.storage != self.carrier:
+            return self.multiply, self.add, self.gram, self.symmetric
+        if ndim == 2:
+            return torch.mm, torch.addmm, torch.mm, torch.addmm
+        return torch.bmm, torch.baddbmm, torch.bmm, torch.baddbmm
 
     def round_(self, x: Tensor) -> Tensor:
         """Round ``x``, in ``carrier``, to the values that ``storage`` holds, in place."""
         return x if self.storage == self.carrier else x.copy_(x.to(self.storage))
 
-    def product(
-        self,
-        a: Tensor,  # (..., m, p)
-        b: Tensor,  # (..., p, n)
-        c: Tensor | None = None,  # (..., m, n)
-        *,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        out: Tensor | None = None,  # (..., m, n)
-    ) -> Tensor:
-        """``alpha · a b + beta · c`` with one rounding, of matrices or batches. Without ``c``: ``a b``.
+    def multiply(self, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """``a b`` of ``(..., m, p)`` and ``(..., p, n)``."""
+        return self.round_(torch.matmul(a, b, out=out))
 
-        ``out`` may be neither ``a`` nor ``b``.
-        """
-        if c is None:
-            result = torch.matmul(a, b, out=out)
-        else:
-            fused = torch.addmm if a.ndim == 2 else torch.baddbmm
-            result = fused(c, a, b, beta=beta, alpha=alpha, out=out)
-        return result if self.storage == self.carrier else self.round_(result)
+    def add(
+        self, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0, out: Tensor | None = None
+    ) -> Tensor:
+        """``alpha · a b + beta · c`` with one rounding; ``c`` is ``(..., m, n)``."""
+        fused = torch.addmm if a.ndim == 2 else torch.baddbmm
+        return self.round_(fused(c, a, b, beta=beta, alpha=alpha, out=out))
+
+    def gram(self, x: Tensor, x_t: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """``X Xᵀ`` of ``(..., m, p)`` and its transpose."""
+        return self.symmetric(None, x, x_t, out=out, b_symmetric=False)
 
     def symmetric(
         self,
-        a: Tensor,  # (..., m, m)
-        b: Tensor,  # (..., m, m)
-        c: Tensor | None = None,  # (..., m, m)
+        c: Tensor | None,  # (..., m, m)
+        a: Tensor,  # (..., m, p)
+        b: Tensor,  # (..., p, m)
         *,
-        alpha: float = 1.0,
         beta: float = 1.0,
+        alpha: float = 1.0,
         out: Tensor | None = None,
         b_symmetric: bool = True,
     ) -> Tensor:
-        """:meth:`product` whose result is symmetric in exact arithmetic. ``out`` may be ``c``.
+        """:meth:`add` or, without ``c`` and ``alpha``, :meth:`multiply`, whose result is symmetric but for rounding.
 
-        ``b_symmetric``: ``b`` may be read as its transpose. Not so where ``b`` is symmetric only up to rounding: of
-        ``A (B A)`` that would make ``A (A B)``, which rounding takes out of range.
+        ``out`` may be ``c``. ``b_symmetric``: ``b`` may be read as its transpose. Not so where ``b`` is symmetric only
+        up to rounding: of ``A (B A)`` that would make ``A (A B)``, which rounding takes out of range.
         """
-        return self.product(a, b, c, alpha=alpha, beta=beta, out=out)
-
-    def _operations(self) -> Operations:
-        def multiply(a: Tensor, b: Tensor, *, out: Tensor | None) -> Tensor:
-            return self.product(a, b, out=out)
-
-        def add(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0, out: Tensor | None) -> Tensor:
-            return self.product(a, b, c, alpha=alpha, beta=beta, out=out)
-
-        def gram(x: Tensor, _transposed: Tensor, *, out: Tensor | None) -> Tensor:
-            return self.gram(x, out=out)
-
-        def symmetric(
-            c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0, out: Tensor | None
-        ) -> Tensor:
-            return self.symmetric(a, b, c, alpha=alpha, beta=beta, out=out)
-
-        return Operations(multiply, add, gram, symmetric)
+        return self.multiply(a, b, out=out) if c is None else self.add(c, a, b, beta=beta, alpha=alpha, out=out)
 
     def square(
         self,
@@ -133,50 +107,92 @@ class Arithmetic:
             total.add_(addend, alpha=factor)
         total.diagonal(dim1=-2, dim2=-1).add_(square.identity)
         if not half:
-            return self.symmetric(s, s, total, alpha=square.square, out=total)
+            return self.symmetric(total, s, s, alpha=square.square, out=total)
         rounded = total.to(self.storage).to(self.carrier)
-        result = self.symmetric(s, s, rounded, alpha=square.square, out=out)
+        result = self.symmetric(rounded, s, s, alpha=square.square, out=out)
         return self.round_(result.copy_(total.sub_(rounded).add_(result)))
 
-    def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """``X Xᵀ`` of ``(..., m, p)``."""
-        return self.symmetric(x, x.mT, out=out, b_symmetric=False)
+
+# -- on the CPU ----------------------------------------------------------------------------------------------
+
+# Measured by `python bench/newton_schulz.py --products`, one thread, fp32 and fp64 alike. Rows of a block: fewer waste
+# less work above the diagonal, more make a better GEMM; at strides that are powers of two, thin blocks lose it all.
+_LARGE = 1024
+_ROWS = 128
+_ROWS_LARGE = 256
+
+# Columns that one copy mirrors: it reads across so many rows, a cache line of each of which must stay cached.
+_MIRROR = 64
 
 
 class SplitArithmetic(Arithmetic):
-    """On the CPU: symmetric results by block rows up to the diagonal."""
+    """Symmetric results by blocks of rows, of fp32 or fp64, from what is on and below the diagonal of ``c``.
+
+    Each block is one GEMM that stops at the diagonal, so that the BLAS still sees large products.
+    """
 
     __slots__ = ()
 
     def symmetric(
         self,
+        c: Tensor | None,
         a: Tensor,
         b: Tensor,
-        c: Tensor | None = None,
         *,
-        alpha: float = 1.0,
         beta: float = 1.0,
+        alpha: float = 1.0,
         out: Tensor | None = None,
         b_symmetric: bool = True,
     ) -> Tensor:
         result = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out
-        if a.ndim == 2:
-            return self.round_(split_product(a, b, c, alpha=alpha, beta=beta, out=result))
-        for i, (left, right, row) in enumerate(zip(a, b, result, strict=True)):
-            split_product(left, right, None if c is None else c[i], alpha=alpha, beta=beta, out=row)
+        if a.ndim == 3:
+            for i, one in enumerate(result):
+                addend = None if c is None else c[i]
+                SplitArithmetic.symmetric(self, addend, a[i], b[i], beta=beta, alpha=alpha, out=one)
+            return result
+        for start, stop in itertools.pairwise(_block_edges(len(a))):
+            added = block = result[start:stop, :stop]
+            if c is None:
+                beta = 0.0  # what is in the block is not read
+            elif c.data_ptr() != result.data_ptr():  # else perhaps transposed, whose lower triangle is the same
+                added = c[start:stop, :stop]
+            torch.addmm(added, a[start:stop], b[:, :stop], beta=beta, alpha=alpha, out=block)
+        _mirror(result)
         return self.round_(result)
 
 
+def _block_edges(m: int) -> list[int]:
+    """Where the blocks of rows begin, and ``m``: even heights, in whole cache lines."""
+    count = max(1, m // (_ROWS if m < _LARGE else _ROWS_LARGE))
+    return [m * index // count // 16 * 16 for index in range(count)] + [m]
+
+
+def _mirror(x: Tensor) -> None:
+    """Copy the lower triangle of ``x`` onto the upper one: stripes of columns, then the squares on the diagonal."""
+    m = x.shape[0]
+    for start in range(_MIRROR, m, _MIRROR):
+        stop = min(start + _MIRROR, m)
+        x[:start, start:stop].copy_(x[start:stop, :start].mT)
+    whole = m - m % _MIRROR
+    grid = x[:whole, :whole].unflatten(0, (-1, _MIRROR)).unflatten(2, (-1, _MIRROR))
+    for squares in (grid.diagonal(dim1=0, dim2=2).movedim(-1, 0), x[None, whole:, whole:]):
+        lower = torch.ones(squares.shape[1:], dtype=torch.bool, device=x.device).tril()
+        squares.copy_(torch.where(lower, squares, squares.mT))
+
+
+# -- on GPUs -------------------------------------------------------------------------------------------------
+
+
 class TritonArithmetic(Arithmetic):
-    """On the GPU: symmetric results by lower tiles, each stored twice."""
+    """Symmetric results by lower tiles, each stored twice."""
 
     __slots__ = ()
 
     def symmetric(
         self,
+        c: Tensor | None,
         a: Tensor,
         b: Tensor,
-        c: Tensor | None = None,
         *,
         beta: float = 1.0,
         b_symmetric: bool = True,
@@ -196,15 +212,11 @@ class QuackArithmetic(TritonArithmetic):
 
     __slots__ = ()
 
-    def symmetric(
-        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, b_symmetric: bool = True, **options: Any
-    ) -> Tensor:
+    def symmetric(self, c: Tensor | None, a: Tensor, b: Tensor, *, b_symmetric: bool = True, **options: Any) -> Tensor:
         result: Tensor | None = None
         if (a is b and b_symmetric) or (a.data_ptr() == b.data_ptr() and a.mT.stride() == b.stride()):
             result = kernels_of("symmetric_quack").equal_factors(a, c, **options)
-        if result is not None:
-            return result
-        return TritonArithmetic.symmetric(self, a, b, c, b_symmetric=b_symmetric, **options)
+        return super().symmetric(c, a, b, b_symmetric=b_symmetric, **options) if result is None else result
 
     def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
         return Arithmetic.square(self, s, square, stored, out=out)  # whose sum of all addends is one
@@ -215,6 +227,8 @@ def _tiled(*factors: Tensor, **options: Any) -> Tensor:
     return result
 
 
+# -- which of them -------------------------------------------------------------------------------------------
+
 _FORMS: Mapping[Products, type[Arithmetic]] = {
     "torch": Arithmetic,
     "split": SplitArithmetic,
@@ -224,13 +238,9 @@ _FORMS: Mapping[Products, type[Arithmetic]] = {
 
 
 @lru_cache(maxsize=64)
-def _arithmetic(backend: Products, storage: torch.dtype, carrier: torch.dtype) -> Arithmetic:
-    return _FORMS[backend](storage, carrier)
-
-
-def make_arithmetic(variant: Variant, device: torch.device, storage: torch.dtype) -> Arithmetic:
-    """What ``variant`` multiplies with."""
-    return _arithmetic(variant.backend, storage, carrier_dtype(device, storage))
+def make_arithmetic(backend: Products, device: torch.device, storage: torch.dtype) -> Arithmetic:
+    """What multiplies on ``device`` with ``backend``."""
+    return _FORMS[backend](storage, carrier_dtype(device, storage), whole_v(backend, storage))
 
 
 @torch.no_grad()
@@ -271,14 +281,12 @@ def symmetric_product(
         _check_out(out, a, b, c)
     require_backend(backend, a.device, a.dtype)
     chosen = products_on(a.device, a.dtype)[0] if backend == "auto" else backend
-    if chosen != "torch":
-        products = _arithmetic(chosen, a.dtype, a.dtype)
-        with full_precision(a.device):
-            return products.symmetric(a, b, c, alpha=alpha, beta=beta, out=out, b_symmetric=b_symmetric)
-    addend = a.new_empty(()).expand(*a.shape[:-1], b.shape[-1]) if c is None else c  # not read where beta is 0
-    fused = torch.addmm if a.ndim == 2 else torch.baddbmm
+    products = _FORMS[chosen](a.dtype, a.dtype)
     with full_precision(a.device):
-        lower = fused(addend, a, b, alpha=alpha, beta=0.0 if c is None else beta).tril()
+        if chosen != "torch":
+            return products.symmetric(c, a, b, beta=beta, alpha=alpha, out=out, b_symmetric=b_symmetric)
+        addend = a.new_empty(()).expand(*a.shape[:-1], b.shape[-1]) if c is None else c  # not read where beta is 0
+        lower = products.add(addend, a, b, beta=0.0 if c is None else beta, alpha=alpha).tril()
         return torch.add(lower, lower.tril(-1).mT, out=out)
 
 
@@ -319,10 +327,8 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     """Whether the address ranges of two tensors meet."""
     if x.numel() == 0 or y.numel() == 0 or x.device.type == "meta":
         return False
-    (x0, x1), (y0, y1) = _addresses(x), _addresses(y)
-    return x0 < y1 and y0 < x1
-
-
-def _addresses(x: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + x.element_size() * (1 + last)
+    ends = []
+    for tensor in (x, y):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        ends.append(tensor.data_ptr() + tensor.element_size() * (1 + last))
+    return x.data_ptr() < ends[1] and y.data_ptr() < ends[0]

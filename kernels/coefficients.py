@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
@@ -41,24 +41,15 @@ class Squares:
     nothing is mirrored that was not equal before.
 
     Attributes:
-        name: the preset.
         blocks: the squares of each block, in their order.
-        steps: the quintic Newton–Schulz steps that they stand for.
-
-    Raises:
-        ValueError: a square without addends, with more than the kernel adds, or with some that its block has not
-            computed yet.
     """
 
-    name: str
     blocks: tuple[tuple[Square, ...], ...]
-    steps: int = 5
 
 
 Coefficients: TypeAlias = "tuple[tuple[float, float, float], ...]"
 Polynomial: TypeAlias = "Coefficients | Squares"
 Quintics: TypeAlias = Literal["classic", "you", "polar_express"]
-Preset: TypeAlias = "Quintics | Literal['squares']"
 
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks"; also torch.optim.Muon's default.
 _CLASSIC = (3.4445, -4.7750, 2.0315)
@@ -90,7 +81,6 @@ _POLAR_EXPRESS: Coefficients = (
 
 # tests/kernels/intervals.py proves their range, and says how they were found.
 SQUARES = Squares(
-    "squares",
     (
         (
             Square(-4.124837864, (4.717843571,), -0.7329757916),
@@ -109,16 +99,10 @@ SQUARES = Squares(
 )
 
 QUINTICS: tuple[Quintics, ...] = ("classic", "you", "polar_express")
-PRESETS: tuple[Preset, ...] = (*QUINTICS, "squares")
+PRESETS = (*QUINTICS, "squares")
 
 # Rounding noise in near-null directions of the Gram form grows by a² a step, so the amplification A times the unit
 # roundoff u bounds the damage. Above the limit, stress sets show singular values out of range, and NaN above 4.
-_UNIT_ROUNDOFF = {
-    torch.float16: 2.0**-11,
-    torch.bfloat16: 2.0**-8,
-    torch.float32: 2.0**-24,
-    torch.float64: 2.0**-53,
-}
 _SAFE = {torch.float16: 0.1, torch.bfloat16: 0.05, torch.float32: 0.05, torch.float64: 0.05}
 
 # What automatic restarts aim at: in fp32 and fp64 a Gram form within 5e-4 and 1e-9 of the standard form.
@@ -153,27 +137,26 @@ def coefficient_sequence(coefficients: str | Sequence[float] | Sequence[Sequence
             return (_POLAR_EXPRESS + _POLAR_EXPRESS[-1:] * steps)[:steps]
         if coefficients == "you":
             return _prefix(_YOU, steps, "coefficients='you'")
-        if coefficients == SQUARES.name:
-            if steps != SQUARES.steps:
+        if coefficients == "squares":
+            if steps != 5:
                 raise ValueError(
-                    f"steps={steps}, but coefficients='{SQUARES.name}' is {len(SQUARES.blocks)} blocks that stand for "
-                    f"{SQUARES.steps} steps together; pass steps={SQUARES.steps}, or coefficients='polar_express', "
-                    "which defines any number"
+                    f"steps={steps}, but coefficients='squares' is {len(SQUARES.blocks)} blocks that stand for 5 steps "
+                    "together; pass steps=5, or coefficients='polar_express', which defines any number"
                 )
             return SQUARES
         raise ValueError(
             f"coefficients={coefficients!r} is no preset; use one of {', '.join(PRESETS)} or (a, b, c) values "
             "('classic' is that of torch and Keller Jordan, 'you' Megatron's quintic)"
         )
-    sequence = _explicit(coefficients) if isinstance(coefficients, Sequence) else None
-    if sequence is None:
+    is_one = _is_triple(coefficients)  # which repeats, as in torch.optim.Muon; a sequence of triples means itself
+    rows: Sequence[Any] = [coefficients] if is_one else coefficients
+    if not isinstance(rows, Sequence) or not rows or not all(map(_is_triple, rows)):
         raise ValueError(
             f"coefficients={coefficients!r} is no sequence of finite (a, b, c); "
             f"use one of {', '.join(PRESETS)}, (a, b, c), or ((a, b, c), ...)"
         )
-    # One triple repeats, as in torch.optim.Muon; a sequence of triples means itself.
-    repeats = len(sequence) == 1 and isinstance(coefficients[0], (int, float))
-    return sequence * steps if repeats else _prefix(sequence, steps, "the coefficients sequence")
+    sequence = tuple((float(a), float(b), float(c)) for a, b, c in rows)
+    return sequence * steps if is_one else _prefix(sequence, steps, "the coefficients sequence")
 
 
 def _prefix(sequence: Coefficients, steps: int, name: str) -> Coefficients:
@@ -185,14 +168,6 @@ def _prefix(sequence: Coefficients, steps: int, name: str) -> Coefficients:
     return sequence[:steps]
 
 
-def _explicit(coefficients: Sequence[object]) -> Coefficients | None:
-    """``coefficients`` as triples, a single one alone; ``None`` if malformed."""
-    rows: list[object] = [coefficients] if _is_triple(coefficients) else list(coefficients)
-    if not rows or not all(_is_triple(row) for row in rows):
-        return None
-    return tuple((float(row[0]), float(row[1]), float(row[2])) for row in rows)  # type: ignore[index]
-
-
 def _is_triple(row: object) -> bool:
     return (
         isinstance(row, Sequence)
@@ -201,26 +176,16 @@ def _is_triple(row: object) -> bool:
     )
 
 
-def amplification(coefficients: Coefficients, restarts: Sequence[int]) -> float:
-    """How much the Gram form magnifies noise: largest ``Π a²`` over a restart block but its last step."""
-    edges = [0, *restarts, len(coefficients)]
-    return max(
-        math.prod(a * a for a, _, _ in coefficients[start : stop - 1]) for start, stop in itertools.pairwise(edges)
-    )
-
-
-def is_safe(coefficients: Coefficients, restarts: Sequence[int], storage: torch.dtype) -> bool:
-    """Whether the Gram form in ``storage`` keeps amplified rounding noise below the limit."""
-    return _noise(coefficients, restarts, storage) <= _SAFE[storage]
-
-
-def _noise(coefficients: Coefficients, restarts: Sequence[int], dtype: torch.dtype) -> float:
-    return amplification(coefficients, restarts) * _UNIT_ROUNDOFF[dtype]
+def noise(coefficients: Coefficients, restarts: Sequence[int], storage: torch.dtype) -> float:
+    """What rounding to ``storage`` costs the Gram form: the largest ``Π a²`` over a restart block but its last step."""
+    blocks = itertools.pairwise((0, *restarts, len(coefficients)))
+    amplified = max(math.prod(a * a for a, _, _ in coefficients[start : stop - 1]) for start, stop in blocks)
+    return amplified * torch.finfo(storage).eps / 2
 
 
 @lru_cache(maxsize=256)
 def safe_restarts(coefficients: Polynomial, storage: torch.dtype) -> tuple[int, ...]:
-    """The fewest restarts that are accurate in ``storage``; among equals, the least amplification, and then the latest.
+    """The fewest restarts that are accurate in ``storage``; among equals, those with the least noise, and the latest.
 
     A restart ``i`` comes before the 0-based step ``i``. At five steps in fp16 and fp32: ``(3,)`` for classic, whose
     steps are all equal, else ``(2,)``; bench/numerics.py compares them on its stress set. Of squares, before each
@@ -231,8 +196,8 @@ def safe_restarts(coefficients: Polynomial, storage: torch.dtype) -> tuple[int, 
     every = tuple(range(1, len(coefficients)))
     for count in range(len(every)):
         latest = reversed(list(itertools.combinations(every, count)))  # of equals, min takes the first
-        best = min(latest, key=lambda r: amplification(coefficients, r))
-        if _noise(coefficients, best, storage) <= _TARGET[storage]:
+        best = min(latest, key=lambda restarts: noise(coefficients, restarts, storage))
+        if noise(coefficients, best, storage) <= _TARGET[storage]:
             return best
     return every  # nothing is left to amplify
 
@@ -245,7 +210,7 @@ def check_storage(coefficients: Polynomial, storage: torch.dtype) -> None:
     """
     if isinstance(coefficients, Squares) and storage == torch.bfloat16:
         raise ValueError(
-            f"coefficients='{coefficients.name}' is not safe in {storage}, whose rounding its long blocks amplify; use "
+            f"coefficients='squares' is not safe in {storage}, whose rounding its long blocks amplify; use "
             "torch.float16, or coefficients='polar_express'"
         )
 
@@ -268,19 +233,20 @@ def checked_restarts(
     if isinstance(coefficients, Squares):
         if schedule != safe_restarts(coefficients, storage):
             raise ValueError(
-                f"restarts={schedule!r} are not those of coefficients='{coefficients.name}', which begins each of its "
+                f"restarts={schedule!r} are not those of coefficients='squares', which begins each of its "
                 "blocks with one; use restarts='auto'"
             )
         return schedule
     steps = len(coefficients)
-    if any(isinstance(r, bool) or not isinstance(r, int) or not 0 < r < steps for r in schedule):
-        raise ValueError(f"restarts={schedule!r} must be step indices from 1 to {steps - 1}; or use restarts='auto'")
-    if any(later <= earlier for earlier, later in itertools.pairwise(schedule)):
-        raise ValueError(f"restarts={schedule!r} must be strictly increasing; or use restarts='auto'")
-    if not is_safe(coefficients, schedule, storage):
+    if any(type(r) is not int for r in schedule) or [r for r in range(1, steps) if r in schedule] != [*schedule]:
+        raise ValueError(
+            f"restarts={schedule!r} must be step indices from 1 to {steps - 1} that increase; or use restarts='auto'"
+        )
+    found = noise(coefficients, schedule, storage)
+    if found > _SAFE[storage]:
         raise ValueError(
             f"restarts={schedule!r} is unsafe for these coefficients in {storage}: amplified rounding noise "
-            f"{_noise(coefficients, schedule, storage):.2g} is above {_SAFE[storage]:g}; use restarts='auto' "
+            f"{found:.2g} is above {_SAFE[storage]:g}; use restarts='auto' "
             f"({safe_restarts(coefficients, storage)!r}) or method='standard'"
         )
     return schedule

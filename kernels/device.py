@@ -9,7 +9,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache
 from typing import Any, Literal
 
@@ -105,20 +105,14 @@ def full_precision(device: torch.device) -> AbstractContextManager[None]:
     have them too while any thread is inside; when the last one leaves, what the user had set is back.
     """
     kind = device.type
-    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
-        return _without_autocast(device)
-    return _fp32_and_halves() if kind == "cuda" else _FP32
+    autocast = _has_autocast(kind) and torch.is_autocast_enabled(kind)
+    return _whole(kind, autocast) if autocast or kind == "cuda" else _FP32
 
 
 @contextmanager
-def _without_autocast(device: torch.device) -> Iterator[None]:
-    with torch.autocast(device.type, enabled=False), full_precision(device):
-        yield
-
-
-@contextmanager
-def _fp32_and_halves() -> Iterator[None]:
-    with _FP32, _HALVES:
+def _whole(kind: str, autocast: bool) -> Iterator[None]:
+    without = torch.autocast(kind, enabled=False) if autocast else nullcontext()
+    with without, _FP32, _HALVES if kind == "cuda" else nullcontext():
         yield
 
 

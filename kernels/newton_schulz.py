@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
@@ -19,20 +19,18 @@ from torch import Tensor
 
 from .arithmetic import Arithmetic, make_arithmetic
 from .coefficients import Coefficients, Polynomial, Square, Squares, checked_restarts, coefficient_sequence
-from .device import full_precision, storage_dtype
-from .normalization import check_eps, divide
+from .device import carrier_dtype, full_precision, storage_dtype, streams_of
 from .replay import replayed
-from .variant import (
-    Backend,
-    Method,
-    Variant,
-    choose_variant,
-    is_thin,
-    relative_cost,
-    squares_cost,
-    variant_fault,
-    whole_v,
-)
+from .variant import Backend, Method, Variant, backend_fault, choose_variant, is_thin, relative_cost
+
+# Matrices that must be scaled first: so many elements at a time, which bounds the scaled copy.
+_CHUNK = 1 << 22
+# What norms are computed in as it is.
+_ITSELF = (torch.float32, torch.float64)
+# Norms between these come from entries whose squares are in fp32's range, but for some that are too small to matter.
+_SAFE_NORMS = (1e-10, 1e18)
+# Squares of so few elements are added up in one call.
+_FEW = 1 << 14
 
 _CONVERT = "convert it, for example with x.float()"
 
@@ -87,7 +85,7 @@ def orthogonalize(
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a floating-point tensor, got {type(x).__name__}; {_CONVERT}")
     size = x.shape
-    plan = planned_call(
+    variant, sequence, storage = planned_call(
         size,
         x.dtype,
         x.device,
@@ -106,16 +104,9 @@ def orthogonalize(
         return torch.empty_like(x)
     if len(size) > 3:
         x = x.reshape(-1, *size[-2:])
-    normalized, _ = divide(x, plan.storage, eps)
-    if plan.alone is not None:
-        with full_precision(x.device):
-            result = iterate(normalized, *plan.alone)
-    else:
-        stack = normalized if normalized.ndim == 3 else normalized[None]
-        result = run(stack, plan.variant, plan.sequence, plan.storage)
-        result = result if normalized.ndim == 3 else result[0]
-    result = result if result.dtype == x.dtype else result.to(x.dtype)
-    return result if len(size) <= 3 else result.reshape(size)
+    normalized, _ = normalize(x, storage, eps)
+    result = run(normalized if normalized.ndim == 3 else normalized[None], variant, sequence, storage)
+    return (result if result.dtype == x.dtype else result.to(x.dtype)).reshape(size)
 
 
 def run(
@@ -139,31 +130,21 @@ def run(
     if variant.replay:
         eager = replace(variant, replay=False)
         return replayed(lambda source: run(source, eager, coefficients, storage), x, (eager, coefficients, storage))
-    iteration, arithmetic = computation(variant, coefficients, storage, x.device)
+    arithmetic = make_arithmetic(variant.backend, x.device, storage)
     with full_precision(x.device):
         if x.shape[0] == 1:  # it may be small, where every call counts
-            return iterate(x[0], iteration, arithmetic, None, total).unsqueeze(0)
+            return iterate(x[0], variant, coefficients, arithmetic, total=total).unsqueeze(0)
         if variant.piece >= len(x):
-            return iterate(x, iteration, arithmetic, None, total)
-        workspace: Workspace | None = None
+            return iterate(x, variant, coefficients, arithmetic, total=total)
+        spare, free = torch.empty(0), list[Tensor]()
         for piece in torch.split(x, variant.piece):
             source = piece if len(piece) > 1 else piece[0]
-            if workspace is None or workspace.spare.shape != source.shape:  # the last piece may be smaller
-                workspace = Workspace(torch.empty_like(source), [])
-            result = iterate(source, iteration, arithmetic, workspace, total)
+            if spare.shape != source.shape:  # the last piece may be smaller
+                spare, free = torch.empty_like(source), []
+            result = iterate(source, variant, coefficients, arithmetic, spare, free, total)
             if result is not source:
                 source.copy_(result)
     return x
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How a call of :func:`orthogonalize` runs; ``alone`` is what computes a single matrix."""
-
-    sequence: Polynomial
-    storage: torch.dtype
-    variant: Variant
-    alone: tuple[Iteration, Arithmetic] | None
 
 
 @lru_cache(maxsize=4096, typed=True)  # a flag is no number
@@ -179,8 +160,11 @@ def planned_call(
     backend: Backend,
     eps: float,
     variant: Variant | None,
-) -> _Plan:
-    """Checks what does not change from call to call, which for a small matrix takes as long as its products."""
+) -> tuple[Variant, Polynomial, torch.dtype]:
+    """How a call of :func:`orthogonalize` runs, and the dtype that it stores.
+
+    Checks what does not change from call to call, which for a small matrix takes as long as its products.
+    """
     if not x_dtype.is_floating_point:
         raise TypeError(f"x must be a floating-point tensor, got {x_dtype}; {_CONVERT}")
     if len(size) < 2:
@@ -190,31 +174,18 @@ def planned_call(
         raise ValueError(f"variant={variant} excludes method, restarts and backend; leave them at 'auto'")
     storage = storage_dtype(x_dtype, device, dtype)
     sequence = coefficient_sequence(coefficients, steps) if isinstance(coefficients, str) else coefficients
-    shape = (size[-2], size[-1])
     if variant is None:
-        k = max(1, math.prod(size[:-2]))
+        shape, k = (size[-2], size[-1]), max(1, math.prod(size[:-2]))
         variant = choose_variant(shape, k, sequence, storage, device, method=method, restarts=restarts, backend=backend)
-    else:
-        _require_usable(variant, sequence, storage, device)
-    alone = len(size) == 2 and not variant.replay
-    return _Plan(sequence, storage, variant, computation(variant, sequence, storage, device) if alone else None)
-
-
-@lru_cache(maxsize=4096)
-def computation(
-    variant: Variant, coefficients: Polynomial, storage: torch.dtype, device: torch.device
-) -> tuple[Iteration, Arithmetic]:
-    """What computes the steps."""
-    return make_iteration(variant, coefficients, storage), make_arithmetic(variant, device, storage)
-
-
-def _require_usable(variant: Variant, coefficients: Polynomial, storage: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError for a variant that cannot run here, or whose restarts are not safe for these coefficients."""
-    fault = variant_fault(variant, device, storage)
+        return variant, sequence, storage
+    fault = backend_fault(variant.backend, device, storage)
+    if variant.replay and device.type != "cuda":
+        fault = f"CUDA graphs are not replayed on {device.type}"
     if fault is not None:
         raise ValueError(f"variant={str(variant)!r} cannot run: {fault}; leave it out")
     if variant.method == "gram":
-        checked_restarts(variant.restarts, coefficients, storage)
+        checked_restarts(variant.restarts, sequence, storage)
+    return variant, sequence, storage
 
 
 def newton_schulz_flops(
@@ -223,74 +194,135 @@ def newton_schulz_flops(
     """Operations that :func:`orthogonalize` takes for one fp32 matrix of ``shape``, with whole products."""
     storage = storage_dtype(torch.float32, device, dtype)
     sequence = coefficient_sequence(coefficients, steps)
-    if isinstance(sequence, Squares):
-        return 2 * int(squares_cost(shape, sequence))
     variant = choose_variant(shape, 1, sequence, storage, device, backend="torch")
-    return 2 * int(relative_cost(shape, steps, variant.restarts if variant.method == "gram" else None))
+    return 2 * int(relative_cost(shape, sequence, variant, storage))
+
+
+# -- dividing by the Frobenius norm, at any scale -----------------------------------------------------------------
+
+
+def check_eps(eps: float) -> None:
+    """Raise ``ValueError`` where ``eps`` cannot clamp a norm."""
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps={eps!r} must be finite and non-negative; 0 is exact")
+
+
+def normalize(
+    x: Tensor,  # (k, m, n) or (m, n)
+    storage: torch.dtype,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``x / max(‖x‖, eps)`` of each matrix, rounded once to ``storage``, and the norms, fp64 ``(k,)`` or ``()``.
+
+    Zero stays exact zero. A norm is not finite where an entry is not. The cast is last: fp16 has no 1e-8. ``out`` may
+    be ``x``.
+    """
+    waits = streams_of(x.device) is not None  # where reading a norm would wait for the device
+    low, high = _SAFE_NORMS
+    if x.ndim == 2 and not waits and x.dtype == storage and storage in _ITSELF and 0 < x.numel() <= _FEW:
+        norms: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+        if low < (norm := norms.item()) < high and norm > eps:  # it may be small, so that each call counts
+            return torch.div(x, norms, out=out), norms
+    carrier = carrier_dtype(x.device, storage)
+    if out is None:  # a transposed matrix may stay one, a batch is multiplied faster if it does not
+        layout = torch.preserve_format if x.ndim == 2 else torch.contiguous_format
+        out = torch.empty_like(x, dtype=carrier, memory_format=layout)
+    if not x.numel():
+        return out, torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
+    compute = x.dtype if x.dtype in _ITSELF else torch.promote_types(x.dtype, torch.float32)
+    found = None if waits else _norms(x.to(compute))
+    if found is not None and all(low < norm < high and norm > eps for norm in found.flatten().tolist()):
+        torch.div(x, found.to(compute), out=out)
+    else:
+        found = _divide_at_any_scale(*((x, out) if x.ndim == 3 else (x[None], out[None])), compute, eps)
+    return (out if carrier == storage else out.copy_(out.to(storage))), found.reshape(x.shape[:-2])
+
+
+def divide_by(
+    x: Tensor,  # (k, m, n), fp32 or fp64
+    norms: Tensor,  # (k, 1, 1), fp64
+    eps: float | Tensor,
+) -> Tensor:  # (k, m, n)
+    """``x / max(norm, eps)`` in place, where ``norms`` are of matrices that ``x`` may be parts of. Zero stays zero.
+
+    As :func:`normalize`, at any scale: both are divided by a power of two first.
+    """
+    clamped = norms.clamp(min=eps)
+    exponent = torch.frexp(clamped).exponent.clamp(-126, 126)
+    inverse = _power_of_two(-torch.where(clamped.isfinite(), exponent, 0))
+    divisor = (clamped * inverse).to(x.dtype)  # in which a small eps may be zero; NaN stays
+    return x.mul_(inverse.to(x.dtype)).div_(torch.where(divisor == 0, 1.0, divisor))
+
+
+def _divide_at_any_scale(x: Tensor, out: Tensor, compute: torch.dtype, eps: float) -> Tensor:
+    """:func:`normalize` without its last rounding; returns the norms, fp64, and waits for no device.
+
+    Squares of 1e±30 leave fp32's range, and so does 1e40, which 1e-40 is to be multiplied with. So matrices are scaled
+    by a power of two first, which changes no bit of the result.
+    """
+    rows = max(1, _CHUNK * x.shape[-2] // x.numel())
+    chunks = torch.split(x, rows, dim=-2)
+    largest = torch.stack([chunk.abs().amax(dim=(-2, -1), keepdim=True) for chunk in chunks]).amax(dim=0).to(compute)
+    widest = 126 if compute == torch.float32 else 1022  # a power of two whose inverse is one as well
+    exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent.clamp(-widest, widest), 0)
+    power, inverse = _power_of_two(exponent), _power_of_two(-exponent)
+    scale = inverse.to(compute)
+    parts = torch.stack([_norms(chunk.to(compute) * scale) for chunk in chunks])
+    norms: Tensor = torch.linalg.vector_norm(parts, dim=0, dtype=torch.float64)  # of the scaled matrices
+    for chunk, part in zip(chunks, torch.split(out, rows, dim=-2), strict=True):
+        part.copy_(divide_by(chunk.to(compute) * scale, norms, eps * inverse))
+    return norms * power
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Exactly, in fp64; of integers from -1022 to 1023. ``torch.ldexp`` goes by fp32."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+def _norms(x: Tensor) -> Tensor:  # (..., m, n) -> (..., 1, 1)
+    """Norms of matrices, fp64: of small ones in one call, else of rows, and of these."""
+    rows = x if x.shape[-2] * x.shape[-1] <= _FEW else torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=(-2, -1), dtype=torch.float64, keepdim=True)
+    return norms
 
 
 # -- the iteration -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """What a Newton–Schulz run computes; ``restarts`` are the Gram form's, ``dtype`` is storage.
-
-    ``whole_v``: the first ``V`` after a restart is computed whole, not as a symmetric product. Blocks of squares are
-    the same in both forms.
-    """
-
-    coefficients: Polynomial
-    method: Literal["standard", "gram"]
-    restarts: tuple[int, ...]
-    dtype: torch.dtype
-    whole_v: bool = False
-
-
-def make_iteration(variant: Variant, coefficients: Polynomial, storage: torch.dtype) -> Iteration:
-    """What ``variant`` computes."""
-    return Iteration(coefficients, variant.method, variant.restarts, storage, whole_v=whole_v(variant.backend, storage))
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Buffers that are written again and again: fresh memory costs the CPU more than a product of small matrices.
-
-    ``spare`` is of the shape of the matrices, ``squares`` of their small side, those that hold nothing any more.
-    """
-
-    spare: Tensor
-    squares: list[Tensor]
-
-
 def iterate(
     x: Tensor,
-    iteration: Iteration,
+    variant: Variant,
+    steps: Polynomial,
     arithmetic: Arithmetic,
-    workspace: Workspace | None = None,
+    spare: Tensor | None = None,
+    free: list[Tensor] | None = None,
     total: Total | None = None,
 ) -> Tensor:
-    """Run ``iteration`` on normalised ``x``, ``(m, n)`` or ``(k, m, n)``, in ``arithmetic``'s carrier.
+    """Run ``steps`` in the form of ``variant`` on normalised ``x``, ``(m, n)`` or ``(k, m, n)``, in the carrier.
 
-    The result is in ``x`` or in the workspace's ``spare``, and both are overwritten. Beside these two, intermediate
+    The result is in ``x`` or in ``spare``, which is as ``x``, and both are overwritten. Beside these two, intermediate
     matrices take four squares of the small side, or with blocks of squares as many as the longest has.
+
+    Args:
+        spare, free: what a call before has left, with the squares that hold nothing any more: fresh memory costs the
+            CPU more than a product of small matrices.
     """
-    steps = iteration.coefficients
-    spare = torch.empty_like(x) if workspace is None else workspace.spare
-    free: list[Tensor] = [] if workspace is None else workspace.squares
+    spare = torch.empty_like(x) if spare is None else spare
+    free = [] if free is None else free
     if isinstance(steps, Squares):
         for squares in steps.blocks:
             x, spare = _block_of_squares(x, squares, arithmetic, spare, free, total), x
         return x
-    if iteration.method == "standard":
+    if variant.method == "standard":
         return _standard_steps(x, steps, arithmetic, spare, free, total)
-    for start, stop in itertools.pairwise((0, *iteration.restarts, len(steps))):
-        block = steps[start:stop]
-        x, spare = _gram_block(x, block, arithmetic, iteration.whole_v and start > 0, spare, free, total), x
+    for start, stop in itertools.pairwise((0, *variant.restarts, len(steps))):
+        x, spare = _gram_block(x, steps[start:stop], arithmetic, start > 0, spare, free, total), x
     return x
 
 
-# Below, ``free`` are squares of a workspace to write to. Where there is none, ``out=None`` makes a new one.
+# Below, ``free`` are squares to write to. Where there is none, ``out=None`` makes a new one.
 
 
 def _add_up(gram: Tensor, arithmetic: Arithmetic, total: Total) -> None:
@@ -308,10 +340,10 @@ def _standard_steps(
     arithmetic: Arithmetic,
     spare: Tensor,
     free: list[Tensor],
-    total: Total | None = None,
+    total: Total | None,
 ) -> Tensor:
     """Steps of the standard form; the result is in ``x`` or ``spare``."""
-    _, add, gram, symmetric = arithmetic.matrices if x.ndim == 2 else arithmetic.batches
+    _, add, gram, symmetric = arithmetic.operations(x.ndim)
     wide = total is not None or x.shape[-2] <= x.shape[-1]
     x_t, spare_t = x.mT, spare.mT
     r, z, y = free.pop() if free else None, free.pop() if free else None, None
@@ -339,10 +371,10 @@ def _gram_block(
     x: Tensor,
     coefficients: Coefficients,
     arithmetic: Arithmetic,
-    whole_v: bool,
+    restarted: bool,
     out: Tensor,
     free: list[Tensor],
-    total: Total | None = None,
+    total: Total | None,
 ) -> Tensor:
     """``X`` after the steps of one restart block, in ``out``.
 
@@ -353,7 +385,7 @@ def _gram_block(
     if len(coefficients) == 1:
         _standard_steps(x, coefficients, arithmetic, out, free, total)
         return out
-    multiply, _, gram, symmetric = arithmetic.matrices if x.ndim == 2 else arithmetic.batches
+    multiply, add, gram, symmetric = arithmetic.operations(x.ndim)
     wide = total is not None or x.shape[-2] <= x.shape[-1]
     last = len(coefficients) - 1
     r = gram(x, x.mT, out=free.pop() if free else None) if wide else gram(x.mT, x, out=free.pop() if free else None)
@@ -363,9 +395,9 @@ def _gram_block(
     for index, (a, b, c) in enumerate(coefficients):
         z = symmetric(r, r, r, alpha=c, beta=b, out=free.pop() if free else None)
         if index < last:
-            if whole_v and index == 0:
-                v = arithmetic.product(r, z, r, beta=a, out=free.pop() if free else None)
-                r = arithmetic.symmetric(z, v, v, beta=a, out=r, b_symmetric=False)
+            if restarted and index == 0 and arithmetic.whole_v:
+                v = add(r, r, z, beta=a, out=free.pop() if free else None)
+                r = symmetric(v, z, v, beta=a, out=r, b_symmetric=False)
             else:
                 v = symmetric(r, r, z, beta=a, out=free.pop() if free else None)
                 r = symmetric(v, z, v, beta=a, out=r)
@@ -387,15 +419,16 @@ def _block_of_squares(
     arithmetic: Arithmetic,
     out: Tensor,
     free: list[Tensor],
-    total: Total | None = None,
+    total: Total | None,
 ) -> Tensor:
     """``X`` after one block, in ``out``. Each ``S`` is stored once, as the next factor and a later addend."""
     wide = total is not None or x.shape[-2] <= x.shape[-1]
-    stored = [arithmetic.gram(x if wide else x.mT, out=free.pop() if free else None)]
+    x_t = x.mT
+    stored = [arithmetic.gram(*((x, x_t) if wide else (x_t, x)), out=free.pop() if free else None)]
     if total is not None:
         _add_up(stored[0], arithmetic, total)
     for square in squares[:-1]:
         stored.append(arithmetic.square(stored[-1], square, stored, out=free.pop() if free else None))
     q = arithmetic.square(stored[-1], squares[-1], stored, out=stored[0])  # R is read there for the last time
     free += stored
-    return arithmetic.product(q, x, out=out) if wide else arithmetic.product(x, q.mT, out=out)
+    return arithmetic.multiply(q, x, out=out) if wide else arithmetic.multiply(x, q.mT, out=out)

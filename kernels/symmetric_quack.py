@@ -14,11 +14,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,15 +163,9 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _multiply(a: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
-    scale = 1.0 if c is None else float(beta)
-    with torch.cuda.device(a.device) if a.is_cuda else nullcontext():  # it launches on the current one
-        _installed()(a, a.mT, C=c, out=out, alpha=float(alpha), beta=scale)
-
-
-def _installed() -> Callable[..., Any]:
-    """Its product, ``gemm_symmetric(A, B, C, out, alpha, beta)``."""
-    product: Callable[..., Any] = importlib.import_module("quack.gemm_interface").gemm_symmetric
-    return product
+    product = importlib.import_module("quack.gemm_interface").gemm_symmetric
+    with torch.cuda.device_of(a):  # it launches on the current one
+        product(a, a.mT, C=c, out=out, alpha=float(alpha), beta=1.0 if c is None else float(beta))
 
 
 def _version(package: str) -> str:

@@ -15,35 +15,32 @@ DESCRIPTOR_ALIGNMENT = 16
 class TileConfig:
     """How the kernel is tiled and launched.
 
-    As a string: ``"128x64w8s4g8"``, and behind the stages ``"d"`` for descriptors and ``"h"`` for two halves.
+    As a string: ``"128x64w8s4"``, and ``"128x64w8s4wide"``.
 
     Attributes:
         block: side of a square of the result.
         block_k: depth of one product.
         warps, stages: of a program.
-        descriptors: loads and stores go through tensor descriptors (capability 9.0 and later).
-        group: tile rows that run together.
-        halves: with 2, a tile is two squares next to each other, which needs a quarter less of the operands.
+        wide: a tile is two squares next to each other, which needs a quarter less of the operands. Loads and stores go
+            through tensor descriptors (capability 9.0 and later), of 256 elements along a dimension at most.
 
-    Sizes are powers of two, and halves are with descriptors, which load 256 elements along a dimension at most.
+    Sizes are powers of two.
     """
 
     block: int
     block_k: int
     warps: int
     stages: int
-    descriptors: bool = False
-    group: int = 8
-    halves: int = 1
+    wide: bool = False
 
     def __str__(self) -> str:
-        letters = "d" * self.descriptors + "h" * (self.halves > 1)
-        return f"{self.block}x{self.block_k}w{self.warps}s{self.stages}{letters}g{self.group}"
+        return f"{self.block}x{self.block_k}w{self.warps}s{self.stages}{'wide' * self.wide}"
 
     def tiles(self, m: int) -> int:
-        """Tiles of one matrix of side ``m``; of halves, the last row of them may be outside of it."""
-        side = -(-m // (self.halves * self.block))
-        return side * (side + 1) // 2 * self.halves
+        """Tiles of one matrix of side ``m``; of wide ones, the last row of them may be outside of it."""
+        squares = 1 + self.wide
+        side = -(-m // (squares * self.block))
+        return side * (side + 1) // 2 * squares
 
 
 # What a tile takes beside its product, in units of :func:`_relative_time`: for all of it, and for each square.
@@ -73,10 +70,7 @@ def candidates(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) 
         large = [TileConfig(128, 64, 8, 3)] if vectors else []
         small = [TileConfig(64, 64, 4, 4)] if vectors else [UNALIGNED]
     elif (m * dtype.itemsize) % DESCRIPTOR_ALIGNMENT == 0 and (p * dtype.itemsize) % DESCRIPTOR_ALIGNMENT == 0:
-        large = [
-            TileConfig(128, 64, 8, 4, descriptors=True, halves=2),
-            *([TileConfig(128, 64, 8, 4)] if vectors else []),
-        ]
+        large = [TileConfig(128, 64, 8, 4, wide=True), *([TileConfig(128, 64, 8, 4)] if vectors else [])]
         # With 4 warps and both operands transposed, capability 10.0 spills through pointers.
         small = [TileConfig(64, 64, 8, 4) if vectors else UNALIGNED]
     else:
@@ -119,11 +113,10 @@ def _relative_time(config: TileConfig, work: Work, area: float) -> float:
 
     A tile's product, and the rest of it, which is hidden behind the products of programs beside it.
     """
-    side = config.block / 128
-    product = work.p * max(area * side * side * config.halves, side * (1 + config.halves) / 2)
-    early = work.addends == 1 and not config.descriptors
-    waited = 0 if early else work.addends
-    rest = _FIRST + config.halves * (_STORE + _ADDEND * waited)
+    side, squares = config.block / 128, 1 + config.wide
+    product = work.p * max(area * side * side * squares, side * (1 + squares) / 2)
+    waited = 0 if work.addends == 1 and not config.wide else work.addends  # a single one may be read early
+    rest = _FIRST + squares * (_STORE + _ADDEND * waited)
     most = -(-work.k * config.tiles(work.m) // work.processors)
     together = min(most, _BESIDE if config.block < 128 else 1)
     full, left = divmod(most, max(1, together))

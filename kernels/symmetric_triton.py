@@ -8,11 +8,9 @@ Triton must be installed, so import this only to launch: :func:`dmuon.kernels.de
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -28,8 +26,8 @@ from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, TileConfig, Work, default_con
 _MAX_PROGRAMS = 2**31
 _MAX_TILES = 2**28
 
-# Of the interpreter, which has none: by them the rule chooses a config.
-_INTERPRETED_PROCESSORS = 4
+# Tile rows that run together.
+_GROUP = 8
 
 
 def symmetric_product(
@@ -68,40 +66,32 @@ def symmetric_product(
     """
     if out is None:
         out = a.new_empty(*a.shape[:-1], b.shape[-1])
-    operands = (a, b, *addends, out)
+    operands: list[object] = [a, b, *addends, out]
     plan = plan_launch(
-        tuple(_Layout(x.shape, x.stride()) for x in (a, b, *addends[:1], out)),
+        a.shape,
+        tuple(x.stride() for x in (a, b, *addends[:1], out)),
         len(addends),
         a.dtype,
         a.device,
-        all(x.data_ptr() % DESCRIPTOR_ALIGNMENT == 0 for x in operands),
+        all(x.data_ptr() % DESCRIPTOR_ALIGNMENT == 0 for x in (a, b, *addends, out)),
         identity != 0,
         b_symmetric,
         config,
     )
     if not plan.grid[0]:
         return out
-    missing = MOST_ADDENDS - len(addends)
-    arguments: list[object] = [a, b, *addends, *(None,) * missing, out]
     if plan.views is not None:
-        arguments = [view and TensorDescriptor(x, *view) for x, view in zip(arguments, plan.views, strict=True)]
+        operands = [TensorDescriptor(x, *view) for x, view in zip(operands, plan.views, strict=True)]
+    missing = MOST_ADDENDS - len(addends)
+    operands[-1:-1] = [None] * missing
     scalars = [float(x) for x in (alpha, *betas, *(0.0,) * missing, identity)]
-    with on_device(a.device):
-        symmetric_product_kernel[plan.grid](*arguments, *plan.sizes, *plan.strides, *scalars, **plan.options)
+    with torch.cuda.device_of(a):  # Triton launches on the current one
+        symmetric_product_kernel[plan.grid](*operands, *plan.sizes, *plan.strides, *scalars, **plan.options)
     return out
 
 
-class _Layout(NamedTuple):
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-class _View(NamedTuple):
-    """A tensor as its descriptor sees it, the contiguous dimension last."""
-
-    shape: list[int]
-    strides: list[int]
-    block: list[int]
+Steps = tuple[int, int, int]  # from one batch, row and column to the next
+View = tuple[list[int], list[int], list[int]]  # shape, strides and block of a descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +101,14 @@ class _Plan:
     sizes: tuple[int, int]  # m, p
     grid: tuple[int]  # a program for each tile of all matrices
     strides: tuple[int, ...]  # (batch, row, column) of a, b, c, d
-    views: tuple[_View | None, ...] | None  # None: pointers
+    views: list[View] | None  # None: pointers
     options: dict[str, object]
-
-
-Steps = tuple[int, int, int]  # batch, row, column
 
 
 @lru_cache(maxsize=1024)
 def plan_launch(
-    layouts: tuple[_Layout, ...],  # of a, b, the first addend if there is one, and the result
+    shape: tuple[int, ...],  # of a
+    strides: tuple[tuple[int, ...], ...],  # of a, b, the first addend if there is one, and the result
     count: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -129,22 +117,22 @@ def plan_launch(
     b_symmetric: bool,
     config: TileConfig | None,
 ) -> _Plan:
-    k, m, p = (1, *layouts[0].shape)[-3:]
-    a, b, *c, d = (_steps(x, k) for x in layouts)
+    k, m, p = (1, *shape)[-3:]
+    # One matrix has batch stride 0, whatever its tensor says.
+    a, b, *c, d = ((of[0] if k > 1 else 0, of[-2], of[-1]) for of in strides)
     # A symmetric matrix may be read or written as its transpose: B so that its inner dimension is contiguous,
     # which suits matrix instructions, C and D so that rows are.
     if b_symmetric and b[1] != 1 and b[2] == 1:
-        b = _transposed(b)
+        b = (b[0], b[2], b[1])
     c, d = [_rows_contiguous(x) for x in c], _rows_contiguous(d)
 
-    capability = capability_of(device)
-    work = Work(k, m, p, dtype, count, processors_of(device))
+    capability, processors = hardware_of(device)
+    work = Work(k, m, p, dtype, count, processors)
     chosen = default_config(work, capability) if config is None else config
-    views: tuple[_View | None, ...] | None = None
-    if chosen.descriptors and capability >= (9, 0) and p and aligned and _descriptors_fit((a, b, *c, d), k, dtype):
-        of_a, of_b, *of_c, of_d = _views((k, m, p), (a, b, *c, d), chosen)
-        views = (of_a, of_b, *of_c * count, *(None,) * (MOST_ADDENDS - count), of_d)
-    elif chosen.descriptors and config is not None:
+    views = None
+    if chosen.wide and capability >= (9, 0) and p and aligned and _descriptors_fit((a, b, *c, d), k, dtype):
+        views = _views((k, m, p), (a, b, *c * count, d), chosen)
+    elif chosen.wide and config is not None:
         raise ValueError(
             f"{config} has tensor descriptors, which take compute capability 9.0, a contiguous dimension, and "
             f"addresses and strides in multiples of {DESCRIPTOR_ALIGNMENT} bytes; pass a config without them"
@@ -157,7 +145,7 @@ def plan_launch(
     options: dict[str, object] = {
         "BLOCK": chosen.block,
         "BLOCK_K": chosen.block_k,
-        "GROUP": chosen.group,
+        "GROUP": _GROUP,
         # What does not change the code must not change the key that it is compiled under.
         "A_K_MAJOR": views is None or a[2] == 1,
         "B_K_MAJOR": views is None or b[1] == 1,
@@ -165,28 +153,18 @@ def plan_launch(
         "IDENTITY": adds_identity,
         "num_warps": chosen.warps,
         "enable_fp_fusion": True,  # the default, but Triton 3.9 warns unless told
-        "HALVES": chosen.halves,
-        "DESCRIPTORS": views is not None,
+        "WIDE": views is not None,
         "EVEN_K": views is not None or p % chosen.block_k == 0,
         # Of half precision, one addend has room in the registers.
         "EARLY": count == 1 and views is None and dtype in HALF,
         "num_stages": chosen.stages,
     }
-    strides = (0,) * 12 if views else (*a, *b, *(c[0] if c else (0, 0, 0)), *d)
-    return _Plan((m, p), (k * tiles,), strides, views, options)
-
-
-def _steps(layout: _Layout, k: int) -> Steps:
-    """One matrix has batch stride 0, whatever its tensor says."""
-    return (layout.strides[0] if k > 1 else 0, layout.strides[-2], layout.strides[-1])
-
-
-def _transposed(steps: Steps) -> Steps:
-    return (steps[0], steps[2], steps[1])
+    steps = (0,) * 12 if views else (*a, *b, *(c[0] if c else (0, 0, 0)), *d)
+    return _Plan((m, p), (k * tiles,), steps, views, options)
 
 
 def _rows_contiguous(steps: Steps) -> Steps:
-    return _transposed(steps) if steps[2] != 1 and steps[1] == 1 else steps
+    return (steps[0], steps[2], steps[1]) if steps[2] != 1 and steps[1] == 1 else steps
 
 
 def _descriptors_fit(steps_of_all: Sequence[Steps], k: int, dtype: torch.dtype) -> bool:
@@ -199,38 +177,27 @@ def _descriptors_fit(steps_of_all: Sequence[Steps], k: int, dtype: torch.dtype) 
     return True
 
 
-def _views(sizes: tuple[int, int, int], steps_of_all: Sequence[Steps], config: TileConfig) -> list[_View]:
+def _views(sizes: tuple[int, int, int], steps_of_all: Sequence[Steps], config: TileConfig) -> list[View]:
+    """Of operands, each with its contiguous dimension last."""
     k, m, p = sizes
-    square, block = (m, m), (config.block, config.block)
-    shapes = ((m, p), (p, m), *[square] * (len(steps_of_all) - 2))
-    blocks = ((config.block, config.block_k), (config.block_k, config.halves * config.block), *[block] * len(shapes))
+    block, block_k, results = config.block, config.block_k, len(steps_of_all) - 2
+    shapes = ((m, p), (p, m), *((m, m),) * results)
+    blocks = ((block, block_k), (block_k, 2 * block), *((block, block),) * results)
     views = []
-    for (rows, cols), (block_rows, block_cols), (batch, row, col) in zip(shapes, blocks, steps_of_all, strict=False):
+    for (rows, cols), (block_rows, block_cols), (batch, row, col) in zip(shapes, blocks, steps_of_all, strict=True):
         if col != 1:
             rows, cols, row, block_rows, block_cols = cols, rows, col, block_cols, block_rows
         # One matrix has no batch stride, but a descriptor needs a valid one.
-        views.append(_View([k, rows, cols], [batch or rows * row, row, 1], [1, block_rows, block_cols]))
+        views.append(([k, rows, cols], [batch or rows * row, row, 1], [1, block_rows, block_cols]))
     return views
 
 
-@lru_cache(maxsize=64)
-def capability_of(device: torch.device) -> tuple[int, int]:
-    # The interpreter runs every variant.
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-
-
-@lru_cache(maxsize=64)
-def processors_of(device: torch.device) -> int:
+def hardware_of(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors. The interpreter, which has none, runs whatever there is."""
     if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Launch on ``device``: Triton launches on the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+        return (9, 0), 4
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count
 
 
 # -- device code ---------------------------------------------------------------------------------------------
@@ -309,80 +276,56 @@ def _accumulate_descriptors(
 
 
 @triton.jit
-def _load_addend(
-    c, batch, row, col, m, c_batch, c_row, c_col,
-    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """One tile of ``C``, in its own dtype."""
-    if DESCRIPTORS:
-        tile = c.load([batch, row, col]).reshape(BLOCK, BLOCK)
+def _load(c, batch, row, col, m, steps, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """One square of ``C``, in its own dtype."""
+    if WIDE:
+        square = c.load([batch, row, col]).reshape(BLOCK, BLOCK)
     else:
         rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
-        offsets = rows.to(tl.int64)[:, None] * c_row + cols.to(tl.int64)[None, :] * c_col
+        offsets = rows.to(tl.int64)[:, None] * steps[1] + cols.to(tl.int64)[None, :] * steps[2]
         inside = (rows < m)[:, None] & (cols < m)[None, :]
-        tile = tl.load(c + batch.to(tl.int64) * c_batch + offsets, mask=inside, other=0.0)
-    return tile
+        square = tl.load(c + batch.to(tl.int64) * steps[0] + offsets, mask=inside, other=0.0)
+    return square
 
 
 @triton.jit
-def _plus(
-    result, beta, c, batch, row, col, m, c_batch, c_row, c_col,
-    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """``result`` and ``beta`` times one tile of ``C``."""
-    addend = _load_addend(c, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-    return result + beta * addend.to(tl.float32)
-
-
-@triton.jit
-def _store(
-    d, tile, batch, row, col, m, d_batch, d_row, d_col,
-    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    if DESCRIPTORS:
-        d.store([batch, row, col], tile.reshape(1, BLOCK, BLOCK))
+def _store(d, square, batch, row, col, m, steps, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    if WIDE:
+        d.store([batch, row, col], square.reshape(1, BLOCK, BLOCK))
     else:
         rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
-        offsets = rows.to(tl.int64)[:, None] * d_row + cols.to(tl.int64)[None, :] * d_col
+        offsets = rows.to(tl.int64)[:, None] * steps[1] + cols.to(tl.int64)[None, :] * steps[2]
         inside = (rows < m)[:, None] & (cols < m)[None, :]
-        tl.store(d + batch.to(tl.int64) * d_batch + offsets, tile, mask=inside)
+        tl.store(d + batch.to(tl.int64) * steps[0] + offsets, square, mask=inside)
 
 
 @triton.jit
 def _finish(
-    product, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
-    alpha, beta0, beta1, beta2, beta3, identity,
-    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr, ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr,
+    product, early, c, d, batch, row, col, m, c_steps, d_steps, alpha, betas, identity,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr,
 ):  # fmt: skip
-    """Scale a tile of ``A B``, add the rest, round, and store it twice. ``early`` is that of ``c0``, if ``EARLY``."""
+    """Scale a square of ``A B``, add the rest, round, store it twice. ``early`` is that of ``c[0]``, if ``EARLY``."""
     result = alpha * product
     if ADDENDS > 0:
-        if EARLY:
-            result += beta0 * early.to(tl.float32)
-        else:
-            result = _plus(result, beta0, c0, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-    # Each in a branch of its own, which is always taken: of several, the compiler would hold all tiles at once.
-    if ADDENDS > 1:  # noqa: SIM102
-        if beta1 != 0.0:
-            result = _plus(result, beta1, c1, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-    if ADDENDS > 2:  # noqa: SIM102
-        if beta2 != 0.0:
-            result = _plus(result, beta2, c2, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-    if ADDENDS > 3:  # noqa: SIM102
-        if beta3 != 0.0:
-            result = _plus(result, beta3, c3, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+        if not EARLY:
+            early = _load(c[0], batch, row, col, m, c_steps, BLOCK, WIDE)
+        result += betas[0] * early.to(tl.float32)
+    for i in tl.static_range(1, ADDENDS):
+        # Each in a branch of its own, which is always taken: of several, the compiler would hold all squares at once.
+        if betas[i] != 0.0:
+            result += betas[i] * _load(c[i], batch, row, col, m, c_steps, BLOCK, WIDE).to(tl.float32)
     rows, cols = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     if IDENTITY:
         result = tl.where(row + rows == col + cols, result + identity, result)
-    tile = result.to(d.dtype if DESCRIPTORS else d.dtype.element_ty)
-    # Transposed inside the branches: before them, every tile would pay for it twice.
+    square = result.to(d.dtype if WIDE else d.dtype.element_ty)
+    # Transposed inside the branches: before them, every square would pay for it twice.
     if row == col:
-        # A·B is computed with one operand on each side, so rounding alone makes the tile unsymmetric.
-        tile = tl.where(rows >= cols, tile, tl.trans(tile))
-        _store(d, tile, batch, row, col, m, d_batch, d_row, d_col, BLOCK, DESCRIPTORS)
+        # A·B is computed with one operand on each side, so rounding alone makes the square unsymmetric.
+        square = tl.where(rows >= cols, square, tl.trans(square))
+        _store(d, square, batch, row, col, m, d_steps, BLOCK, WIDE)
     else:
-        _store(d, tile, batch, row, col, m, d_batch, d_row, d_col, BLOCK, DESCRIPTORS)
-        _store(d, tl.trans(tile), batch, col, row, m, d_batch, d_row, d_col, BLOCK, DESCRIPTORS)
+        _store(d, square, batch, row, col, m, d_steps, BLOCK, WIDE)
+        _store(d, tl.trans(square), batch, col, row, m, d_steps, BLOCK, WIDE)
 
 
 @triton.jit(do_not_specialize=["alpha", "beta0", "beta1", "beta2", "beta3", "identity"])
@@ -390,53 +333,53 @@ def symmetric_product_kernel(
     a, b, c0, c1, c2, c3, d, m, p,
     a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
     alpha, beta0, beta1, beta2, beta3, identity,
-    BLOCK: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr,
 ):  # fmt: skip
     """``D = alpha A B + Σ beta_i C_i + identity I`` on the lower tiles of each matrix; one program computes one tile.
 
-    It is stored twice. A tile is ``HALVES`` squares of side ``BLOCK`` next to each other. Of two, the right one is
-    left out where it is above the diagonal.
+    It is stored twice. A tile is a square of side ``BLOCK`` or, if ``WIDE``, two next to each other, of which the right
+    one is left out where it is above the diagonal.
 
     ``a`` ``(k, m, p)``, ``b`` ``(k, p, m)``, ``c_i`` and ``d`` ``(k, m, m)`` are pointers with strides in elements or,
-    if ``DESCRIPTORS``, tensor descriptors (strides unused). All ``c_i`` have the same strides; from ``ADDENDS`` on they
+    if ``WIDE``, tensor descriptors (strides unused). All ``c_i`` have the same strides; from ``ADDENDS`` on they
     are ``None``. ``EARLY`` reads ``c0`` before the product, through pointers. ``identity`` is read if ``IDENTITY``.
     """
+    HALVES: tl.constexpr = 2 if WIDE else 1
     WIDTH: tl.constexpr = HALVES * BLOCK
     side = tl.cdiv(m, WIDTH)
     tiles = side * (side + 1) // 2 * HALVES
     batch, local = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     tile_row, tile_col = lower_tile(local // HALVES, side, GROUP)
     row, col = (tile_row * HALVES + local % HALVES) * BLOCK, tile_col * WIDTH
+    c, betas = (c0, c1, c2, c3), (beta0, beta1, beta2, beta3)
+    c_steps, d_steps = (c_batch, c_row, c_col), (d_batch, d_row, d_col)
     early = 0
-    if DESCRIPTORS:
-        depth = p if HALVES == 1 else tl.where(row < m, p, 0)
+    if WIDE:
+        depth = tl.where(row < m, p, 0)  # the last pair of tile rows may be one row
         product = _accumulate_descriptors(a, b, batch, row, col, depth, BLOCK, WIDTH, BLOCK_K, A_K_MAJOR, B_K_MAJOR)
+        if row < m:
+            left, right = product.reshape(BLOCK, 2, BLOCK).permute(0, 2, 1).split()
+            _finish(
+                left, early, c, d, batch, row, col, m, c_steps, d_steps, alpha, betas, identity,
+                BLOCK, WIDE, ADDENDS, EARLY, IDENTITY,
+            )  # fmt: skip
+            if col < row:  # not above the diagonal
+                _finish(
+                    right, early, c, d, batch, row, col + BLOCK, m, c_steps, d_steps, alpha, betas, identity,
+                    BLOCK, WIDE, ADDENDS, EARLY, IDENTITY,
+                )  # fmt: skip
     else:
         if EARLY:
             # On its way while the product is computed.
-            early = _load_addend(c0, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+            early = _load(c0, batch, row, col, m, c_steps, BLOCK, WIDE)
         # Offsets of a large batch, and of far rows in it, do not fit 32 bits.
         a += batch.to(tl.int64) * a_batch
         b += batch.to(tl.int64) * b_batch
         rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
         product = _accumulate_pointers(a, b, rows, cols, m, p, a_row, a_inner, b_inner, b_col, BLOCK, BLOCK_K, EVEN_K)
-
-    if HALVES == 1:
         _finish(
-            product, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
-            alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
+            product, early, c, d, batch, row, col, m, c_steps, d_steps, alpha, betas, identity,
+            BLOCK, WIDE, ADDENDS, EARLY, IDENTITY,
         )  # fmt: skip
-    elif row < m:  # the last pair of tile rows may be one row
-        left, right = product.reshape(BLOCK, 2, BLOCK).permute(0, 2, 1).split()
-        _finish(
-            left, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
-            alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
-        )  # fmt: skip
-        if col < row:  # not above the diagonal
-            _finish(
-                right, early, c0, c1, c2, c3, d, batch, row, col + BLOCK, m,
-                c_batch, c_row, c_col, d_batch, d_row, d_col,
-                alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
-            )  # fmt: skip

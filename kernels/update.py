@@ -14,15 +14,12 @@ from torch import Tensor
 
 from .coefficients import coefficient_sequence
 from .device import INTERPRETED, carrier_dtype, is_capturing, kernels_of, storage_dtype
-from .newton_schulz import CoefficientsArg, run
-from .normalization import check_eps, divide, divide_by
+from .newton_schulz import CoefficientsArg, check_eps, divide_by, normalize, run
 from .variant import Variant, choose_variant
 
 AdjustLr: TypeAlias = (
     "Literal['original', 'match_rms_adamw', 'spectral'] | float | Callable[[Sequence[int]], float] | None"
 )
-
-_MOMENTUM_DTYPES = (torch.float32, torch.float64)
 
 
 def update_scale(adjust_lr_fn: AdjustLr, shape: Sequence[int]) -> float:
@@ -75,7 +72,13 @@ def momentum_update(
     Raises:
         ValueError: momentum not fp32 or fp64, or a gradient of another shape than its momentum.
     """
-    return _fold(grads, momentum, beta, nesterov, _fused_fold(grads, momentum))
+    fused = _fused_fold(grads, momentum)
+    if fused is not None:
+        found: Tensor = fused.momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
+        return found
+    update = _stacked(grads, momentum)
+    momentum.lerp_(update, 1 - beta)
+    return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
 
 
 @torch.no_grad()
@@ -99,16 +102,14 @@ def normalized_momentum(
     Raises:
         ValueError: as :func:`momentum_update`; ``eps`` negative or not finite.
     """
-    if not 0 <= eps < math.inf:
-        check_eps(eps)
+    check_eps(eps)
     fused = _fused_fold(grads, momentum)
     kept = carrier_dtype(momentum.device, storage)
     if fused is not None and kept != torch.float64:
         norms = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
         return fused.normalized_update(grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, dtype=kept), norms
-    update = _fold(grads, momentum, beta, nesterov, fused)
-    result, norms = divide(update, storage, eps, out=update if update.dtype == kept else None)
-    return result, norms.reshape(len(update))
+    update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
+    return normalize(update, storage, eps, out=update if update.dtype == kept else None)
 
 
 @torch.no_grad()
@@ -131,7 +132,7 @@ def momentum_norms(
     if fused is not None:
         found: Tensor = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
         return found
-    update = _fold(grads, momentum, beta, nesterov, None)
+    update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
     norms: Tensor = torch.linalg.vector_norm(update.flatten(1), dim=1, dtype=torch.float64)
     return norms
 
@@ -170,7 +171,7 @@ def normalized_update(
         return found
     update = _stacked(grads, momentum)
     update = update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
-    return divide_by(update, norms, eps).to(storage)
+    return divide_by(update, norms.reshape(-1, 1, 1), eps).to(storage)
 
 
 @torch.no_grad()
@@ -187,16 +188,13 @@ def normalized(
     Raises:
         ValueError: ``eps`` negative or not finite.
     """
-    if not 0 <= eps < math.inf:
-        check_eps(eps)
+    check_eps(eps)
     kept = carrier_dtype(x.device, storage)
-    if (x.device.type != "cpu" or INTERPRETED) and x.dtype == torch.float32 and kept != torch.float64 and len(x):
-        fused, matrices = _fused(x.device), list(x.unbind(0))
-        if fused is not None and fused.takes(matrices, x):
-            norms = fused.norms_of(x)
-            return fused.normalized_update(matrices, x, norms, beta=0.0, nesterov=False, eps=eps, dtype=kept), norms
-    result, norms = divide(x, storage, eps)
-    return result, norms.reshape(len(x))
+    fused = _fused(x.device)
+    if fused is not None and x.dtype == torch.float32 and kept != torch.float64 and fused.takes((), x):
+        norms = fused.momentum_norms((), x, beta=0.0, nesterov=False)
+        return fused.normalized_update((), x, norms, beta=0.0, nesterov=False, eps=eps, dtype=kept), norms
+    return normalize(x, storage, eps)
 
 
 @torch.no_grad()
@@ -215,27 +213,23 @@ def apply_update_(
     """
     params = list(params)
     stacks = [update] if isinstance(update, Tensor) else list(update)
-    updates, fit = list[Tensor](), True
-    for stack in stacks:
-        fit = fit and stack.ndim == 3
-        updates += stack.unbind(0)
-    if not fit or len(params) != len(updates):
+    updates = [matrix for stack in stacks for matrix in stack.unbind(0)]
+    if any(stack.ndim != 3 for stack in stacks) or len(params) != len(updates):
         found = ", ".join(str(tuple(stack.shape)) for stack in stacks)
         raise ValueError(f"update must be ({len(params)}, m, n) for {len(params)} parameters, got {found}")
-    for index, param in enumerate(params):
-        shape = updates[index].shape
-        if param.shape != shape:  # add_ would broadcast
-            raise ValueError(f"parameter {index} is {tuple(param.shape)}, update {tuple(shape)}; batch equal shapes")
+    for index, (param, matrix) in enumerate(zip(params, updates, strict=True)):
+        if param.shape != matrix.shape:  # add_ would broadcast
+            shapes = f"{tuple(param.shape)}, update {tuple(matrix.shape)}"
+            raise ValueError(f"parameter {index} is {shapes}; batch equal shapes")
     if not updates:
         return
-    if params[0].device.type != "cpu" or INTERPRETED:
-        fused = _fused(params[0].device)
-        if fused is not None and all(tensor.dtype in fused.DTYPES for tensor in (*params, *stacks)):
-            # An owner's own part is a view of the whole: all ranks must round alike, and so take one way.
-            whole = stacks[0].contiguous() if len(stacks) == 1 else torch.cat(stacks)
-            if fused.takes(params, whole):
-                fused.apply_update(params, whole, lr=lr, weight_decay=weight_decay, scale=scale)
-                return
+    fused = _fused(params[0].device)
+    if fused is not None and all(tensor.dtype in fused.DTYPES for tensor in (*params, *stacks)):
+        # An owner's own part is a view of the whole: all ranks must round alike, and so take one way.
+        whole = stacks[0].contiguous() if len(stacks) == 1 else torch.cat(stacks)
+        if fused.takes(params, whole):
+            fused.apply_update(params, whole, lr=lr, weight_decay=weight_decay, scale=scale)
+            return
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_add_(params, updates, alpha=-lr * scale)
 
@@ -275,7 +269,7 @@ def muon_update_(
 
 def _fused_fold(grads: Sequence[Tensor], momentum: Tensor) -> Any:
     """The Triton kernels, where they take these tensors, or ``None``; raises where nothing takes them."""
-    if momentum.dtype not in _MOMENTUM_DTYPES:
+    if momentum.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"momentum must be fp32 or fp64, got {momentum.dtype}; keep optimizer state in fp32")
     if momentum.ndim != 3 or len(grads) != momentum.shape[0]:
         raise ValueError(
@@ -285,30 +279,16 @@ def _fused_fold(grads: Sequence[Tensor], momentum: Tensor) -> Any:
     for index, grad in enumerate(grads):
         if grad.shape != shape:  # copy_ would broadcast
             raise ValueError(f"gradient {index} is {tuple(grad.shape)}, momentum {tuple(shape)}; batch equal shapes")
-    if (momentum.device.type == "cpu" and not INTERPRETED) or momentum.dtype != torch.float32 or not grads:
-        return None
     fused = _fused(momentum.device)
-    return fused if fused is not None and fused.takes(grads, momentum) else None
-
-
-def _fold(grads: Sequence[Tensor], momentum: Tensor, beta: float, nesterov: bool, fused: Any) -> Tensor:
-    """:func:`momentum_update` of checked arguments, by ``fused`` if that is not ``None``."""
-    if fused is not None:
-        folded: Tensor = fused.momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
-        return folded
-    update = _stacked(grads, momentum)
-    momentum.lerp_(update, 1 - beta)
-    return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
+    return fused if fused is not None and grads and fused.takes(grads, momentum) else None
 
 
 def _stacked(grads: Sequence[Tensor], momentum: Tensor) -> Tensor:
     """A new tensor in momentum's dtype; it converts more slowly in one call than copies do."""
     update = torch.empty_like(momentum, memory_format=torch.contiguous_format)
-    for grad in grads:
-        if grad.dtype != update.dtype:
-            torch._foreach_copy_(list(update.unbind(0)), list(grads))
-            return update
-    if grads:  # of none torch makes an error
+    if any(grad.dtype != update.dtype for grad in grads):
+        torch._foreach_copy_(list(update.unbind(0)), list(grads))
+    elif grads:  # of none torch makes an error
         torch.stack(list(grads), out=update)
     return update
 
@@ -324,14 +304,16 @@ def _fused(device: torch.device) -> Any:
 
 @cache
 def built_passes(device: torch.device) -> Any:
-    """The kernels, or ``None`` with a warning where they do not build: without a C compiler, for one, Triton cannot."""
+    """The kernels, or ``None``: on old devices, and with a warning where they do not build, as without a C compiler."""
     try:
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return None
         fused = kernels_of("update_triton")
         matrix, stacked = torch.ones(4, 4, device=device), torch.ones(1, 4, 4, device=device)
         norms = fused.momentum_norms([matrix], stacked, beta=0.5, nesterov=True)
         fused.normalized_update([matrix], stacked, norms, beta=0.5, nesterov=True, eps=0.0, dtype=torch.float32)
         fused.momentum_update([matrix], stacked, beta=0.5, nesterov=True)
-        fused.norms_of(stacked)
+        fused.momentum_norms((), stacked, beta=0.5, nesterov=False)
         fused.apply_update([matrix], stacked, lr=0.1, weight_decay=0.1, scale=1.0)
     except Exception as error:  # whatever a compiler may raise
         warnings.warn(

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,18 +16,22 @@ import torch
 from .coefficients import Polynomial, Squares, checked_restarts, safe_restarts
 from .device import HALF, INTERPRETED, kernels_of
 from .replay import replays_right
-from .symmetric_cpu import worth_splitting
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 Products: TypeAlias = Literal["torch", "split", "triton", "quack"]
 Backend: TypeAlias = "Literal['auto'] | Products"
 
 METHODS: tuple[Method, ...] = ("auto", "standard", "gram")
-PRODUCTS: tuple[Products, ...] = ("torch", "split", "triton", "quack")
+PRODUCTS: tuple[Products, ...] = ("torch", "split", "triton", "quack")  # the last one that runs is taken
 BACKENDS: tuple[Backend, ...] = ("auto", *PRODUCTS)
 
 # CPU: matrices that run as one product together hold at most so many elements; more fall out of the cache.
 _CPU_BATCH_ELEMENTS = 1 << 16
+
+# CPU, by `python bench/newton_schulz.py --products`: the smallest side at which blocks of rows gain in every product,
+# and at which those gain whose inner dimension is long.
+_SPLIT_LEAST_SIDE = 768
+_SPLIT_LEAST_SIDE_LONG = 512
 
 # Accelerators: bound on what one batch's intermediate matrices take; more are run one piece after another.
 _WORKSPACE_BYTES = 1 << 32
@@ -104,8 +107,13 @@ def choose_variant(
     method: Method = "auto",
     restarts: Literal["auto"] | tuple[int, ...] = "auto",
     backend: Backend = "auto",
+    multiprocessors: int | None = None,
 ) -> Variant:
     """The rule for ``k`` matrices of ``shape`` ``(m, n)``; what is given is kept.
+
+    Args:
+        multiprocessors: of a GPU on which the Triton kernel runs, in place of those of ``device``, which need not be
+            here.
 
     Raises:
         ValueError: an unknown or contradictory option, unsafe restarts, or a back end that cannot run here.
@@ -115,9 +123,18 @@ def choose_variant(
     require_backend(backend, device, dtype)
     if method == "standard" and not isinstance(restarts, str):
         raise ValueError(f"restarts={restarts!r} needs the Gram form; use method='gram' or restarts='auto'")
+    squares = isinstance(coefficients, Squares)
     if backend == "auto":
-        backend = _usual_backend(shape, k, dtype, device, fused=isinstance(coefficients, Squares))
-    return _formed(shape, k, coefficients, dtype, device, method, restarts, backend)
+        backend = _usual_backend(shape, k, dtype, device, multiprocessors, fused=squares)
+    held = max(map(len, coefficients.blocks)) if isinstance(coefficients, Squares) else _SQUARES
+    piece = _largest_piece(shape, device, held)
+    gram = Variant("gram", checked_restarts(restarts, coefficients, dtype), backend, piece)
+    standard = Variant("standard", (), backend, piece)
+    if method != "auto" or squares or not isinstance(restarts, str):  # squares have one form, by either name
+        return standard if method == "standard" else gram
+    call = _CPU_CALL / min(k, piece) if device.type == "cpu" else 0.0
+    costs = [relative_cost(shape, coefficients, variant, dtype, call) for variant in (gram, standard)]
+    return gram if costs[0] < costs[1] and dtype != torch.bfloat16 else standard
 
 
 @lru_cache(maxsize=4096)
@@ -131,12 +148,14 @@ def sliced_variant(
     """
     restarts = safe_restarts(coefficients, storage)
     if not isinstance(coefficients, Squares):
-        steps = len(coefficients)
-        every = tuple(range(1, steps))
+        every = tuple(range(1, len(coefficients)))
         of_sum = min(shape) ** 2 * (_SUM if storage in HALF and device.type != "cpu" else 0)
-        often = relative_cost(shape, steps, None, dtype=storage, slices=slices) + steps * of_sum
-        seldom = relative_cost(shape, steps, restarts, slices=slices) + (len(restarts) + 1) * of_sum
-        restarts = every if storage == torch.bfloat16 or often < seldom else restarts
+
+        def cost(restarts: tuple[int, ...]) -> float:
+            variant = Variant("gram", restarts, "torch", k)
+            return relative_cost(shape, coefficients, variant, storage, slices=slices) + (len(restarts) + 1) * of_sum
+
+        restarts = every if storage == torch.bfloat16 or cost(every) < cost(restarts) else restarts
     chosen = choose_variant(shape, k, coefficients, storage, device, method="gram", restarts=restarts)
     return replace(chosen, piece=k)
 
@@ -147,51 +166,8 @@ def cost_of_slice(
     """Operations for one of so many slices of a matrix; 1 is what the whole takes on one rank."""
     sliced = sliced_variant(shape, 1, slices, coefficients, storage, device)
     whole = choose_variant(shape, 1, coefficients, storage, device)
-    if isinstance(coefficients, Squares):
-        return squares_cost(shape, coefficients, sliced.backend, slices) / squares_cost(
-            shape, coefficients, whole.backend
-        )
-    steps, costs = len(coefficients), []
-    for variant, count in ((sliced, slices), (whole, 1)):
-        restarts = variant.restarts if variant.method == "gram" and len(variant.restarts) + 1 < steps else None
-        costs.append(relative_cost(shape, steps, restarts, variant.backend, storage, slices=count))
-    return costs[0] / costs[1]
-
-
-def rule_on(
-    multiprocessors: int, shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: torch.dtype
-) -> Variant:
-    """What :func:`choose_variant` chooses on a GPU of so many multiprocessors, which need not be here.
-
-    The Triton kernel runs there.
-    """
-    fused = isinstance(coefficients, Squares)
-    halves = dtype in HALF and _takes_halves(shape, k, multiprocessors, fused)
-    return _formed(shape, k, coefficients, dtype, torch.device("cuda"), "auto", "auto", "triton" if halves else "torch")
-
-
-def _formed(
-    shape: tuple[int, int],
-    k: int,
-    coefficients: Polynomial,
-    dtype: torch.dtype,
-    device: torch.device,
-    method: Method,
-    restarts: Literal["auto"] | tuple[int, ...],
-    backend: Products,
-) -> Variant:
-    """With ``backend``: the form that takes fewer operations, unless it is given."""
-    explicit = not isinstance(restarts, str)
-    schedule = checked_restarts(restarts, coefficients, dtype)
-    if isinstance(coefficients, Squares):  # one form, which both names mean
-        method = "gram" if method == "auto" else method
-    elif method == "auto":
-        call = _CPU_CALL / min(k, _largest_piece(shape, device)) if device.type == "cpu" else 0.0
-        gram = relative_cost(shape, len(coefficients), schedule, backend, dtype, call)
-        cheaper = gram < relative_cost(shape, len(coefficients), None, backend, dtype, call)
-        method = "gram" if explicit or (cheaper and dtype != torch.bfloat16) else "standard"
-    held = max(map(len, coefficients.blocks)) if isinstance(coefficients, Squares) else _SQUARES
-    return Variant(method, schedule if method == "gram" else (), backend, _largest_piece(shape, device, held))
+    of_slice = relative_cost(shape, coefficients, sliced, storage, slices=slices)
+    return of_slice / relative_cost(shape, coefficients, whole, storage)
 
 
 @lru_cache(maxsize=4096)
@@ -216,9 +192,8 @@ def products_on(device: torch.device, dtype: torch.dtype) -> tuple[Products, str
     On NVIDIA GPUs from Hopper on that is quack, where it is installed and was found right; on those from Ampere on
     Triton; on CPUs blocks of rows; and elsewhere the whole product. Small ones are whole ones everywhere.
     """
-    order: tuple[Products, ...] = ("quack", "triton", "split", "torch")
     faults: list[str] = []
-    for name in order:
+    for name in reversed(PRODUCTS):
         fault = backend_fault(name, device, dtype)
         if fault is None:
             break
@@ -278,16 +253,6 @@ def user_cache_directory() -> Path:
     return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "dmuon"
 
 
-def variant_fault(variant: Variant, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why ``variant`` cannot run on ``device`` in ``dtype``, or ``None`` if it can."""
-    fault = backend_fault(variant.backend, device, dtype)
-    if fault is not None:
-        return fault
-    if variant.replay and device.type != "cuda":
-        return f"CUDA graphs are not replayed on {device.type}"
-    return None
-
-
 def require_backend(backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ``ValueError`` unless ``backend`` is one, and runs on ``device`` in ``dtype``."""
     if backend not in BACKENDS:
@@ -299,29 +264,30 @@ def require_backend(backend: Backend, device: torch.device, dtype: torch.dtype) 
 
 def relative_cost(
     shape: tuple[int, int],
-    steps: int,
-    restarts: Sequence[int] | None,
-    backend: Backend = "torch",
-    dtype: torch.dtype = torch.float32,
+    coefficients: Polynomial,
+    variant: Variant,
+    dtype: torch.dtype,
     call: float = 0.0,
     slices: int = 1,
 ) -> float:
-    """Multiply-adds for one matrix, a product with symmetric result counted as what it takes with ``backend``.
+    """Multiply-adds for one matrix, a product with symmetric result counted as what it takes with the back end.
 
     ``call`` is added for each operation of a matrix, of the standard form; the Gram form's cost more. Of one of several
     ``slices``, what is there for that; see ``total`` of :func:`run`.
     """
     small, large = min(shape), max(shape) / slices
-    half = _SYMMETRIC_COST[backend]
+    half = _SYMMETRIC_COST[variant.backend]
     wide, square = small * small * large, small**3
-    if restarts is None:
+    if isinstance(coefficients, Squares):  # per block XXᵀ and QX, and its squares
+        return len(coefficients.blocks) * (half + 1) * wide + sum(map(len, coefficients.blocks)) * half * square
+    steps, blocks = len(coefficients), len(variant.restarts) + 1
+    if variant.method == "standard" or blocks == steps:  # which is the standard form
         update = 2 * wide if slices > 1 and is_thin(small, large, dtype) else half * square + wide
         return steps * (half * wide + update + 3 * call)
-    blocks = len(restarts) + 1
     # Per block: XXᵀ and QX. Per step: R²; except a block's first: QZ; except a block's last: RZ and ZV.
     inner = steps - blocks
-    after_restarts = itertools.pairwise((*restarts, steps))
-    whole = sum(stop - start > 1 for start, stop in after_restarts) if whole_v(backend, dtype) else 0
+    after_restarts = itertools.pairwise((*variant.restarts, steps))
+    whole = sum(stop - start > 1 for start, stop in after_restarts) if whole_v(variant.backend, dtype) else 0
     calls = _GRAM_CALL * call * (3 * blocks + steps + 3 * inner)
     return blocks * (half * wide + wide) + (half * (steps + 3 * inner - whole) + whole) * square + calls
 
@@ -329,14 +295,6 @@ def relative_cost(
 def is_thin(small: int, length: float, storage: torch.dtype) -> bool:
     """Whether ``R (R X)`` of a slice takes less than ``R² X``. Not in half, where ``R X`` would be rounded."""
     return storage not in HALF and 2 * length <= small
-
-
-def squares_cost(shape: tuple[int, int], squares: Squares, backend: Backend = "torch", slices: int = 1) -> float:
-    """As :func:`relative_cost`: per block ``XXᵀ`` and ``QX``, and its squares."""
-    half = _SYMMETRIC_COST[backend]
-    small, large = min(shape), max(shape) / slices
-    count = sum(map(len, squares.blocks))
-    return len(squares.blocks) * (half + 1) * small * small * large + count * half * small**3
 
 
 def whole_v(backend: str, dtype: torch.dtype) -> bool:
@@ -355,25 +313,24 @@ def _largest_piece(shape: tuple[int, int], device: torch.device, held: int = _SQ
     return max(1, _WORKSPACE_BYTES // (2 * (2 * small * large + held * small * small)))
 
 
-def _usual_backend(shape: tuple[int, int], k: int, dtype: torch.dtype, device: torch.device, fused: bool) -> Products:
+def _usual_backend(
+    shape: tuple[int, int], k: int, dtype: torch.dtype, device: torch.device, multiprocessors: int | None, fused: bool
+) -> Products:
     """``fused``: of products that have several addends, which Triton adds in the same launch."""
     small, large = min(shape), max(shape)
     if device.type == "cpu":
-        return "split" if worth_splitting(small, large) else "torch"
-    if device.type != "cuda" or dtype not in HALF or (small < _TRITON_LEAST_SIDE and not fused):
+        return "split" if small >= (_SPLIT_LEAST_SIDE_LONG if large >= 2 * small else _SPLIT_LEAST_SIDE) else "torch"
+    is_small = small < _TRITON_LEAST_SIDE
+    if device.type != "cuda" or dtype not in HALF or (is_small and not fused):
         return "torch"
-    backend, _ = products_on(device, dtype)
-    if backend == "torch":
-        return "torch"
-    if fused and backend == "quack" and small < _TRITON_LEAST_SIDE:  # which adds in passes of their own
-        backend = "triton"
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return backend if _takes_halves(shape, k, multiprocessors, fused) else "torch"
-
-
-def _takes_halves(shape: tuple[int, int], k: int, multiprocessors: int, fused: bool) -> bool:
-    """Whether kernels compute symmetric results, in half precision on a GPU where they run."""
-    small = min(shape)
+    backend: Products = "triton"
+    if multiprocessors is None:
+        backend, _ = products_on(device, dtype)
+        if backend == "torch":
+            return "torch"
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    if fused:
+        return "triton" if is_small else backend  # quack adds in passes of their own
     rows = -(-small // 128)
     tiles = k * rows * (rows + 1) // 2
-    return fused or (small >= _TRITON_LEAST_SIDE and tiles >= _TRITON_WAVES * multiprocessors)
+    return backend if tiles >= _TRITON_WAVES * multiprocessors else "torch"

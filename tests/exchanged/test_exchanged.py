@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import dmuon
 from dmuon import create_dtensor_config
-from dmuon.kernels.newton_schulz import computation
+from dmuon.kernels.arithmetic import make_arithmetic
 
 storage = importlib.import_module("dmuon.kernels.device")
 
@@ -60,7 +60,7 @@ def check(weights: dict[str, Tensor], calls: list[int], name: str) -> None:
 
 def forget() -> None:
     """What was remembered of this CPU."""
-    computation.cache_clear()
+    make_arithmetic.cache_clear()
     storage.carrier_dtype.cache_clear()
 
 

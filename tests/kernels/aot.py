@@ -138,8 +138,7 @@ def recording(arch: int) -> Iterator[Recorder]:
     with mock.patch.multiple(
         symmetric_triton,
         symmetric_product_kernel=recorder,
-        capability_of=lambda device: divmod(arch, 10),
-        processors_of=lambda device: PROCESSORS,
+        hardware_of=lambda device: (divmod(arch, 10), PROCESSORS),
     ):
         yield recorder
     symmetric_triton.plan_launch.cache_clear()

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from dmuon.kernels import QUINTICS, coefficient_sequence, is_safe, orthogonalize, safe_restarts
+from dmuon.kernels import QUINTICS, choose_variant, coefficient_sequence, orthogonalize, safe_restarts
 
 # The paper's table (arXiv 2505.16932), before the safety factor.
 PUBLISHED = (
@@ -26,6 +26,15 @@ def composed(coefficients, low: float) -> torch.Tensor:
     for a, b, c in coefficients:
         sigma = sigma * (a + sigma**2 * (b + sigma**2 * c))
     return sigma
+
+
+def is_safe(coefficients, restarts, dtype) -> bool:
+    try:
+        choose_variant((64, 64), 1, coefficients, dtype, torch.device("cpu"), restarts=restarts)
+    except ValueError as error:
+        assert "is unsafe for these coefficients" in str(error)
+        return False
+    return True
 
 
 def test_derived_polar_express_is_the_published_table():

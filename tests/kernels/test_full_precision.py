@@ -86,9 +86,9 @@ def test_products_run_with_full_precision(monkeypatch: pytest.MonkeyPatch) -> No
     seen: list[tuple[str, bool]] = []
     iterate = newton_schulz.iterate
 
-    def watched(*args: object) -> Tensor:
+    def watched(*args: object, **options: object) -> Tensor:
         seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
-        result: Tensor = iterate(*args)
+        result: Tensor = iterate(*args, **options)
         return result
 
     monkeypatch.setattr(newton_schulz, "iterate", watched)

@@ -19,8 +19,6 @@ from dmuon.kernels import (
     apply_update_,
     coefficient_sequence,
     iterate,
-    make_arithmetic,
-    make_iteration,
     momentum_norms,
     momentum_update,
     muon_update_,
@@ -33,9 +31,10 @@ from dmuon.kernels import (
     symmetric_triton,
     update_triton,
 )
+from dmuon.kernels.arithmetic import TritonArithmetic
 from dmuon.kernels.symmetric_tiles import TileConfig
 
-TILES = TileConfig(32, 32, 4, 2), TileConfig(32, 32, 4, 2, descriptors=True)
+TILES = TileConfig(32, 32, 4, 2), TileConfig(32, 32, 4, 2, wide=True)
 HALF, SINGLE = (torch.float16, 2e-2), (torch.float32, 5e-5)
 TILES_AND_DTYPES = [
     (TILES[0], *SINGLE),
@@ -45,7 +44,7 @@ TILES_AND_DTYPES = [
 ]
 SLOW_SHAPES = (1, 40, 24), (1, 32, 32), (1, 33, 70)
 POLAR = coefficient_sequence("polar_express", 5)
-PASSES = ["momentum_norms", "normalized_update", "apply_update", "momentum_update", "norms_of"]
+PASSES = ["momentum_norms", "normalized_update", "apply_update", "momentum_update"]
 
 
 @pytest.fixture
@@ -104,7 +103,7 @@ def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product
     launches, tiled, shape, dtype, limit, method, restarts, tile
 ):
     tiled(tile)
-    if tile.descriptors and any(side * dtype.itemsize % 16 for side in shape[1:]):
+    if tile.wide and any(side * dtype.itemsize % 16 for side in shape[1:]):
         pytest.skip("descriptors need strides of 16 bytes")
     x = gaussian(*shape)
     kept = x.clone()
@@ -178,8 +177,8 @@ def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(tiled
     x = torch.stack([zoo.with_spectrum(m, n, spectrum, 9) for spectrum in spectra])
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
     variant = Variant("gram", (2,), "triton", 2)
-    on_a_gpu = type(make_arithmetic(variant, x.device, torch.float16))(torch.float16, torch.float16)
-    ours = iterate(x.half(), make_iteration(variant, POLAR, torch.float16), on_a_gpu)
+    on_a_gpu = TritonArithmetic(torch.float16, torch.float16, whole_v=True)
+    ours = iterate(x.half(), variant, POLAR, on_a_gpu)
     assert (torch.linalg.matrix_norm(ours.double(), 2) <= 1.1236 + 0.06).all()
 
 
@@ -190,7 +189,7 @@ def test_what_is_exchanged_takes_a_pass_before_and_two_after(launches, dtype):
     grads, momentum, whole = list(gaussian(2, 24, 40)), gaussian(2, 24, 40, seed=1), gaussian(2, 24, 40, seed=1)
     update = momentum_update(grads, momentum, beta=0.95, nesterov=True)
     x, norms = normalized(update, storage=dtype)
-    assert launches == ["momentum_update", "norms_of", "normalized_update"]
+    assert launches == ["momentum_update", "momentum_norms", "normalized_update"]
     expected, of_whole = normalized_momentum(grads, whole, beta=0.95, nesterov=True, storage=dtype)
     assert torch.equal(x, expected) and torch.equal(norms, of_whole) and torch.equal(momentum, whole)
     launches.clear()

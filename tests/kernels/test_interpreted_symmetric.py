@@ -22,9 +22,8 @@ from dmuon.kernels.symmetric_tiles import TileConfig
 from dmuon.kernels.symmetric_triton import lower_tile, triangular_root
 from dmuon.kernels.symmetric_triton import symmetric_product as launched
 
-POINTERS = TileConfig(32, 16, 4, 2, group=2)
-DESCRIPTORS = TileConfig(32, 16, 4, 2, descriptors=True, group=2)
-HALVES = TileConfig(32, 16, 4, 2, descriptors=True, group=2, halves=2)
+POINTERS = TileConfig(32, 16, 4, 2)
+WIDE = TileConfig(32, 16, 4, 2, wide=True)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 
 
@@ -65,8 +64,7 @@ pytestmark = [pytest.mark.pitfall("P43", "P44", "P45"), pytest.mark.skipif(bool(
 @pytest.fixture(
     params=[
         pytest.param((POINTERS, torch.float16), id="pointers"),
-        pytest.param((DESCRIPTORS, torch.float16), id="descriptors"),
-        pytest.param((HALVES, torch.float16), id="halves", marks=pytest.mark.slow),
+        pytest.param((WIDE, torch.float16), id="wide"),
     ]
 )
 def case(request):
@@ -124,7 +122,7 @@ def test_a_layout(config, dtype, layouts):
 @pytest.mark.parametrize("shape", [(48, 24), (2, 40, 24), (2, 37, 29), (2, 8, 8)], ids=str)
 def test_sizes(config, dtype, shape):
     """No batch, ragged tiles, less than a tile."""
-    if config.descriptors and shape[-1] % 8:
+    if config.wide and shape[-1] % 8:
         pytest.skip("descriptors need strides of 16 bytes")
     x = gaussian(*shape).to(dtype)
     check(x, laid_out(x.mT, "t"), config=config)
@@ -188,7 +186,7 @@ def test_several_addends_and_the_identity(config, dtype, count):
 @pytest.mark.parametrize("rows", [8, 72, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (64, 104, 200))])
 def test_wide_tiles(rows):
     """Even and odd numbers of tile rows, and ragged ones; with addends, in place."""
-    config = HALVES
+    config = WIDE
     x = gaussian(2, rows, 40).half()
     check(x, x.mT, config=config)
     a, b = commuting(2, rows, rows, dtype=torch.float16)
@@ -227,8 +225,9 @@ def test_nan_stays_in_its_matrix(config, dtype):
 
 
 def test_many_super_rows(config, dtype):
-    x = gaussian(128, 16).to(dtype)
-    check(x, x.mT, config=replace(config, block=16, group=3))
+    """Of eight tile rows each."""
+    x = gaussian(16 * 9 * (1 + config.wide), 16).to(dtype)
+    check(x, x.mT, config=replace(config, block=16))
 
 
 SUM = gaussian(2, 80, 80) + gaussian(2, 80, 80).mT
@@ -294,20 +293,20 @@ def test_roots_are_exact_at_every_edge():
 
 
 X, ODD = gaussian(2, 32, 32), torch.zeros(31, 31)
-WIDE = torch.zeros(1, 1).expand(1_000_000, 0)
+LONG = torch.zeros(1, 1).expand(1_000_000, 0)
 REFUSED = {
-    "an odd address": ((torch.zeros(1025)[1:].view(32, 32), X[0]), DESCRIPTORS, "has tensor descriptors"),
-    "an odd stride": ((ODD, ODD), DESCRIPTORS, "pass a config without them"),
-    "an expanded batch": ((X[:1].expand(2, 32, 32), X), DESCRIPTORS, "has tensor descriptors"),
-    "strided": ((X[:, :, ::2], X[:, ::2]), DESCRIPTORS, "a contiguous dimension"),
-    "too many tiles": ((WIDE, WIDE.mT), POINTERS, "split the batch"),
+    "an odd address": ((torch.zeros(1025)[1:].view(32, 32), X[0]), WIDE, "has tensor descriptors"),
+    "an odd stride": ((ODD, ODD), WIDE, "pass a config without them"),
+    "an expanded batch": ((X[:1].expand(2, 32, 32), X), WIDE, "has tensor descriptors"),
+    "strided": ((X[:, :, ::2], X[:, ::2]), WIDE, "a contiguous dimension"),
+    "too many tiles": ((LONG, LONG.mT), POINTERS, "split the batch"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_launch(name):
     factors, config, message = REFUSED[name]
-    out = X[0, :1, :1].expand(10**6, 10**6) if factors[0] is WIDE else None
+    out = X[0, :1, :1].expand(10**6, 10**6) if factors[0] is LONG else None
     with pytest.raises(ValueError, match=message):
         symmetric_product(*factors, config=config, out=out)
 

@@ -16,7 +16,7 @@ from zoo import gaussian, relative, torch_newton_schulz
 from dmuon.kernels import (
     QUINTICS,
     Arithmetic,
-    Iteration,
+    Variant,
     coefficient_sequence,
     iterate,
     normalize,
@@ -26,7 +26,6 @@ from dmuon.kernels import (
 )
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
-normalization = importlib.import_module("dmuon.kernels.normalization")
 
 ZOO = zoo.matrices(48, 128)
 HALF = (torch.float16, torch.bfloat16)
@@ -82,12 +81,12 @@ def test_fp16_gram_form_without_a_restart_visibly_fails():
     """Past the refusal: the harness that passes the default must see the failure that the rule prevents."""
     coefficients = coefficient_sequence("polar_express", 5)
     arithmetic = Arithmetic(torch.float16, torch.float32)
-    unsafe = Iteration(coefficients, "gram", (), torch.float16)
+    unsafe = Variant("gram", (), "torch", 1)
     limit = ideal_maximum("polar_express") + 0.06
     bad = set()
     for name, x in ZOO.items():
         normalized, _ = normalize(x[None], torch.float16, 0.0)
-        result = iterate(normalized[0], unsafe, arithmetic)
+        result = iterate(normalized[0], unsafe, coefficients, arithmetic)
         if not result.isfinite().all() or torch.linalg.matrix_norm(result, 2) > limit:
             bad.add(name)
     assert {"rank_one", "rank_four", "half_null", "condition_1e6"} <= bad
@@ -104,7 +103,7 @@ def test_emulated_fp16_is_what_torch_computes_in_fp16():
     """One product of the emulation equals torch's own fp16 product up to accumulation order."""
     arithmetic = Arithmetic(torch.float16, torch.float32)
     a, b, c = (torch.randn(24, 24, generator=torch.Generator().manual_seed(i)).half() for i in range(3))
-    ours = arithmetic.product(a.float(), b.float(), c.float(), alpha=2.0, beta=-1.0)
+    ours = arithmetic.add(c.float(), a.float(), b.float(), alpha=2.0, beta=-1.0)
     assert torch.equal(ours, ours.half().float())
     assert torch.allclose(ours, (2 * (a.double() @ b.double()) - c.double()).float(), rtol=2**-10, atol=1e-3)
 
@@ -127,7 +126,7 @@ def test_a_power_of_two_changes_nothing(exponent, dtype):
 def test_extremes_of_fp32_count_for_what_they_are(monkeypatch, scale, streams):
     """Subnormal matrices have few digits, but these are whole numbers of the smallest one: fp64 can hold them."""
     if streams:  # as where nothing waits for a device
-        monkeypatch.setattr(normalization, "streams_of", lambda device: torch.cpu)
+        monkeypatch.setattr(newton_schulz, "streams_of", lambda device: torch.cpu)
     x = (ZOO["gaussian"] * scale).clamp(-3e38, 3e38)
     assert relative(orthogonalize(x), exact(x)) <= 5e-5
     assert relative(orthogonalize(x, dtype=torch.float16), exact(x)) <= 1e-2
@@ -147,10 +146,10 @@ def test_scale_does_not_matter_in_fp64(scale):
 def test_a_device_with_streams_divides_to_the_same_bits(monkeypatch, magnitude):
     x = torch.randn(3, 40, 50) * magnitude
     expected, norms = normalize(x, torch.float32, 0.0)
-    monkeypatch.setattr(normalization, "streams_of", lambda device: torch.cpu)
+    monkeypatch.setattr(newton_schulz, "streams_of", lambda device: torch.cpu)
     found, found_norms = normalize(x, torch.float32, 0.0)
     assert torch.equal(found, expected) and torch.equal(found_norms, norms)
-    monkeypatch.setattr(normalization, "_CHUNK", 1000)  # several, of uneven sizes
+    monkeypatch.setattr(newton_schulz, "_CHUNK", 1000)  # several, of uneven sizes
     torch.testing.assert_close(normalize(x, torch.float32, 0.0)[0], expected, rtol=2e-7, atol=0.0)
 
 
@@ -260,12 +259,17 @@ def test_what_is_remembered_of_a_call_is_not_taken_for_another():
 # -- options -------------------------------------------------------------------------------------------------
 
 
-def iteration_of(monkeypatch, x: torch.Tensor, **options) -> Iteration:
-    """What a call of ``orthogonalize`` runs."""
+def way_of(monkeypatch, x: torch.Tensor, **options) -> tuple:
+    """What a call of ``orthogonalize`` runs: form, restarts, coefficients and dtype."""
     seen = []
     real = newton_schulz.iterate
+
+    def watched(x, variant, steps, arithmetic, **rest):
+        seen.append((variant.method, variant.restarts, steps, arithmetic.storage))
+        return real(x, variant, steps, arithmetic, **rest)
+
     with monkeypatch.context() as patch:
-        patch.setattr(newton_schulz, "iterate", lambda x, i, *rest: seen.append(i) or real(x, i, *rest))
+        patch.setattr(newton_schulz, "iterate", watched)
         orthogonalize(x, **options)
     assert len(seen) == 1
     return seen[0]
@@ -274,19 +278,24 @@ def iteration_of(monkeypatch, x: torch.Tensor, **options) -> Iteration:
 @pytest.mark.pitfall("P10", "P47")
 def test_each_option_changes_what_it_names(monkeypatch):
     wide, square = torch.randn(64, 256), torch.randn(16, 16)
-    default = iteration_of(monkeypatch, wide)
-    assert default == Iteration(coefficient_sequence("polar_express", 5), "gram", (2,), torch.float32)
-    assert iteration_of(monkeypatch, square).method == "standard"
-    assert iteration_of(monkeypatch, square, method="gram").method == "gram"
-    assert iteration_of(monkeypatch, wide, method="standard").method == "standard"
-    assert iteration_of(monkeypatch, square, restarts=(2,)).restarts == (2,)
-    assert iteration_of(monkeypatch, wide, restarts=(1, 3)).restarts == (1, 3)
-    assert iteration_of(monkeypatch, wide, steps=3).coefficients == coefficient_sequence("polar_express", 3)
-    assert iteration_of(monkeypatch, wide, coefficients="you").coefficients == coefficient_sequence("you", 5)
-    assert iteration_of(monkeypatch, wide, dtype=torch.float16).dtype == torch.float16
-    assert iteration_of(monkeypatch, wide, dtype=torch.bfloat16).method == "standard"
-    assert iteration_of(monkeypatch, wide, dtype=torch.bfloat16, method="gram").restarts == (1, 2, 3)
-    assert iteration_of(monkeypatch, wide.double()).dtype == torch.float64
+    polar = coefficient_sequence("polar_express", 5)
+    default = ("gram", (2,), polar, torch.float32)
+    standard = ("standard", (), polar, torch.float32)
+    for x, options, expected in (
+        (wide, {}, default),
+        (square, {}, standard),
+        (square, {"method": "gram"}, default),
+        (wide, {"method": "standard"}, standard),
+        (square, {"restarts": (2,)}, default),
+        (wide, {"restarts": (1, 3)}, ("gram", (1, 3), polar, torch.float32)),
+        (wide, {"steps": 3}, ("gram", (1,), polar[:3], torch.float32)),
+        (wide, {"coefficients": "you"}, ("gram", (2,), coefficient_sequence("you", 5), torch.float32)),
+        (wide, {"dtype": torch.float16}, ("gram", (2,), polar, torch.float16)),
+        (wide, {"dtype": torch.bfloat16}, ("standard", (), polar, torch.bfloat16)),
+        (wide, {"dtype": torch.bfloat16, "method": "gram"}, ("gram", (1, 2, 3), polar, torch.bfloat16)),
+    ):
+        assert way_of(monkeypatch, x, **options) == expected, options
+    assert way_of(monkeypatch, wide.double())[3] == torch.float64
 
 
 @pytest.mark.parametrize(

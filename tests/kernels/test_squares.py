@@ -18,11 +18,10 @@ from dmuon.kernels import (
     choose_variant,
     coefficient_sequence,
     iterate,
-    make_arithmetic,
-    make_iteration,
     newton_schulz_flops,
     orthogonalize,
 )
+from dmuon.kernels.arithmetic import SplitArithmetic
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from numerics import polynomial
@@ -31,7 +30,6 @@ CPU = torch.device("cpu")
 FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
 SQUARES: Any = coefficient_sequence("squares", 5)
 SPLIT = Variant("gram", (1,), "split", 2)
-SplitArithmetic = type(make_arithmetic(SPLIT, CPU, FP32))
 ZOO = zoo.matrices(48, 128)
 WELL_CONDITIONED = ("gaussian", "orthogonal", "condition_10", "identity")
 
@@ -98,13 +96,13 @@ def test_every_stored_matrix_is_symmetric_bitwise():
 
     x = torch.stack([ZOO["real_gradient"], ZOO["half_null"]])
     x /= torch.linalg.matrix_norm(x)[:, None, None]
-    iterate(x, make_iteration(SPLIT, SQUARES, FP16), Recording(FP16, FP32))
+    iterate(x, SPLIT, SQUARES, Recording(FP16, FP32))
     assert len(seen) == 9 and all(torch.equal(s, s.mT) and torch.equal(s, s.half().float()) for s in seen)
 
 
 def test_each_product_is_a_gram_matrix_a_square_or_the_last_of_its_block():
     """6α+9 half products of m³: two Gram matrices, nine squares, and two products with ``X``."""
-    calls: dict[str, int] = {"gram": 0, "square": 0, "product": 0, "symmetric": 0}
+    calls: dict[str, int] = {"gram": 0, "square": 0, "multiply": 0, "symmetric": 0}
 
     class Counting(SplitArithmetic):
         def __getattribute__(self, name):
@@ -112,8 +110,8 @@ def test_each_product_is_a_gram_matrix_a_square_or_the_last_of_its_block():
                 calls[name] += 1
             return super().__getattribute__(name)
 
-    iterate(gaussian(40, 100) / 100, make_iteration(SPLIT, SQUARES, FP32), Counting(FP32, FP32))
-    assert calls == {"gram": 2, "square": 9, "product": 2, "symmetric": 11}
+    iterate(gaussian(40, 100) / 100, SPLIT, SQUARES, Counting(FP32, FP32))
+    assert calls == {"gram": 2, "square": 9, "multiply": 2, "symmetric": 11}
     for alpha in (1, 4):
         shape, unit = (64, 64 * alpha), 64**3 / 2
         assert newton_schulz_flops(shape, "squares", 5, None, CPU) == 2 * (8 * alpha + 18) * unit

@@ -19,13 +19,13 @@ from dmuon.kernels import (
     carrier_dtype,
     choose_variant,
     coefficient_sequence,
-    make_arithmetic,
     normalize,
     normalized_momentum,
     orthogonalize,
     run,
 )
-from dmuon.kernels.newton_schulz import computation, planned_call
+from dmuon.kernels.arithmetic import make_arithmetic
+from dmuon.kernels.newton_schulz import planned_call
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from numerics import polynomial
@@ -42,10 +42,10 @@ ROUNDOFF = 2.0**-8  # of bf16: a value rounded once errs by no more of itself
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """A CPU that multiplies bf16, or not: torch computes either way, on any CPU, and only time differs."""
     monkeypatch.setattr(storage, "cpu_multiplies_bf16", lambda: request.param)
-    for remembered in (computation, planned_call, carrier_dtype):
+    for remembered in (make_arithmetic, planned_call, carrier_dtype):
         remembered.cache_clear()
     yield request.param
-    for remembered in (computation, planned_call, carrier_dtype):
+    for remembered in (make_arithmetic, planned_call, carrier_dtype):
         remembered.cache_clear()
 
 
@@ -75,10 +75,9 @@ def test_a_product_rounds_once(native, beta):
     c = (a - 3 * a.mT).to(BF16).double()
     exact = 0.3 * (a @ a) + beta * c
     for backend in ("torch", "split"):
-        variant = choose_variant((300, 300), 1, POLAR, BF16, CPU, backend=backend)
-        arithmetic = make_arithmetic(variant, CPU, BF16)
+        arithmetic = make_arithmetic(backend, CPU, BF16)
         left, added = a.to(arithmetic.carrier), c.to(arithmetic.carrier)
-        found = arithmetic.symmetric(left, left, added, alpha=0.3, beta=beta).double()
+        found = arithmetic.symmetric(added, left, left, alpha=0.3, beta=beta).double()
         # fp32 sums of 300 products err too, against the largest of them.
         assert bool(((found - exact).abs() <= ROUNDOFF * exact.abs() + 1e-5 * exact.abs().max()).all())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from stress import MARGIN, SMALL, Batch, stress_set
 
-from dmuon.kernels import PRESETS, coefficient_sequence, orthogonalize
+from dmuon.kernels import PRESETS, Variant, coefficient_sequence, orthogonalize
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from numerics import Form, polynomial
@@ -49,7 +49,7 @@ def test_default_fp16_path_holds_on_the_stress_set(batches, preset, backend, met
 @pytest.mark.parametrize(("whole_v", "holds"), [(False, False), (True, True)])
 def test_the_first_v_after_a_restart_must_not_be_mirrored(batches, whole_v, holds):
     """Polar Express, restart before step 2, as a GPU computes it: the set sees a mirrored ``V``."""
-    form = Form("", torch.float16, (2,), (0, 0), whole_v=whole_v)
+    form = Form("", torch.float16, Variant("gram", (2,), "triton", 1), whole_v=whole_v)
     steps = coefficient_sequence("polar_express", 5)
     largest = exact = 0.0
     for batch in batches:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from dmuon.kernels.symmetric_triton import symmetric_product
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("nn", "nt", "tn", "tt")
 POINTERS = TileConfig(128, 64, 8, 4)
-WIDE = TileConfig(128, 64, 8, 4, descriptors=True, halves=2)
+WIDE = TileConfig(128, 64, 8, 4, wide=True)
 
 
 def _default(
@@ -97,7 +96,7 @@ def test_default_does_not_spill_where_strides_or_addresses_forbid_vectors(offset
 @pytest.mark.parametrize("arch", [90, 100])
 def test_only_tiles_on_the_diagonal_are_mirrored_in_place(arch):
     """Elsewhere the transpose is a matter of names: the store takes it as it is."""
-    ir = _compiled(TileConfig(128, 64, 8, 3, descriptors=True), arch).asm["ttgir"]
+    ir = _compiled(WIDE, arch).asm["ttgir"]
     before, _, branches = ir[ir.rindex("scf.for") :].partition("tt.trans")[2].partition("scf.if")
     diagonal, _, elsewhere = branches.partition("} else {")
     assert "convert_layout" in diagonal
@@ -113,11 +112,11 @@ def test_through_pointers_a_single_addend_is_on_its_way_while_the_product_is_com
 
 
 @pytest.mark.pitfall("P46")
-@pytest.mark.parametrize("descriptors", [False, True])
-def test_coefficients_and_batch_sizes_share_one_kernel(descriptors):
+@pytest.mark.parametrize("wide", [False, True])
+def test_coefficients_and_batch_sizes_share_one_kernel(wide):
     x = torch.empty(17, 128, 64, dtype=torch.float16)
     c = torch.empty(17, 128, 128, dtype=torch.float16)
-    config = TileConfig(64, 64, 4, 3, descriptors)
+    config = TileConfig(64, 64, 4, 3, wide)
     with recording(90) as recorder:
         for k in (1, 2, 3, 16, 17):
             for alpha, beta in ((1.0, 1.0), (1, 2), (-0.25, 0.5), (3.4445, -4.775)):
@@ -129,13 +128,11 @@ def test_coefficients_and_batch_sizes_share_one_kernel(descriptors):
 @pytest.mark.pitfall("P47")
 def test_a_program_takes_one_tile():
     x = torch.empty(40, 128, 64, dtype=torch.float16)
-    small = TileConfig(64, 64, 4, 3)
-    descriptors = replace(small, descriptors=True)
     with recording(90) as recorder:
-        for config in (small, descriptors, replace(descriptors, halves=2)):
-            symmetric_product(x, x.mT, config=config)
-    assert recorder.grids == [(40 * 3,), (40 * 3,), (40 * 2,)]
-    assert ["cp.async.bulk.tensor" in kernel.asm["ptx"] for kernel in recorder.kernels] == [False, True, True]
+        for wide in (False, True):
+            symmetric_product(x, x.mT, config=TileConfig(64, 64, 4, 3, wide))
+    assert recorder.grids == [(40 * 3,), (40 * 2,)]
+    assert ["cp.async.bulk.tensor" in kernel.asm["ptx"] for kernel in recorder.kernels] == [False, True]
 
 
 @pytest.mark.pitfall("P47")
@@ -174,16 +171,16 @@ def test_candidates_are_few_and_distinct_in_print(capability, dtype, sizes):
     assert 1 <= len({str(config) for config in configs}) == len(configs) <= 4
     assert all(_default(k, *sizes, dtype, capability, addends) in configs for k in (1, 50) for addends in (0, 4))
     if capability < (9, 0):
-        assert not any(config.descriptors for config in configs)
+        assert not any(config.wide for config in configs)
 
 
 @pytest.mark.parametrize(
     ("k", "m", "chosen"),
     [
-        (4, 4096, "128x64w8s4dhg8"),  # each tile loads three quarters of what its squares would alone
-        (1, 4096, "128x64w8s4g8"),  # exactly four a multiprocessor; 272 wide tiles would be a third round
-        (1, 2048, "128x64w8s4dhg8"),  # one round of wide tiles, of squares two
-        (1, 512, "64x64w8s4g8"),  # 10 squares of 128 would leave most multiprocessors without one
+        (4, 4096, "128x64w8s4wide"),  # each tile loads three quarters of what its squares would alone
+        (1, 4096, "128x64w8s4"),  # exactly four a multiprocessor; 272 wide tiles would be a third round
+        (1, 2048, "128x64w8s4wide"),  # one round of wide tiles, of squares two
+        (1, 512, "64x64w8s4"),  # 10 squares of 128 would leave most multiprocessors without one
     ],
 )
 def test_the_default_leaves_few_multiprocessors_waiting(k, m, chosen):
@@ -191,6 +188,4 @@ def test_the_default_leaves_few_multiprocessors_waiting(k, m, chosen):
 
 
 def test_config_prints_compactly():
-    assert str(TileConfig(128, 64, 8, 3, descriptors=True)) == "128x64w8s3dg8"
-    assert str(WIDE) == "128x64w8s4dhg8"
-    assert str(TileConfig(64, 32, 4, 2, group=4)) == "64x32w4s2g4"
+    assert str(TileConfig(64, 32, 4, 2)) == "64x32w4s2" and str(WIDE) == "128x64w8s4wide"

@@ -13,30 +13,28 @@ from aot import Recorder, resources
 
 from dmuon.kernels import update_triton as triton_update
 
-KERNELS = tuple(
-    getattr(triton_update, f"_{name}_kernel") for name in ("momentum", "normalize", "apply", "fold", "norm")
-)
+KERNELS = tuple(getattr(triton_update, f"_{name}_kernel") for name in ("fold", "normalize", "apply"))
 
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-MOMENTUM = {"grads": torch.int64, "momentum": FP32, "partials": torch.float64, "grad_weight": float, "beta": float}
+FOLD = {"grads": torch.int64, "momentum": FP32, "partials": None, "out": FP32, "grad_weight": float, "beta": float}
+MOMENTUM = FOLD | {"partials": torch.float64, "out": None}
+NORM = MOMENTUM | {"grads": None}
 NORMALIZE = {"grads": torch.int64, "momentum": FP32, "norms": torch.float64, "out": FP16, "beta": float, "eps": float}
 APPLY = {"weights": torch.int64, "update": FP16, "decay": float, "step": float}
-FOLD = {"grads": torch.int64, "momentum": FP32, "out": FP32, "grad_weight": float, "beta": float}
-NORM = {"x": FP32, "partials": torch.float64}
 # Kernel, run-time types, compile-time values, vector loads and stores a thread makes of its 16 elements.
 COMPILED = {
-    "momentum": (KERNELS[0], MOMENTUM, {"NESTEROV": True, "GRAD": tl.float32}, 8, 4),
-    "momentum, bf16 gradients": (KERNELS[0], MOMENTUM, {"NESTEROV": False, "GRAD": tl.bfloat16}, 6, 4),
-    "normalize": (KERNELS[1], NORMALIZE, {"NESTEROV": True, "GRAD": tl.float32}, 8, 2),
-    "normalize, bf16": (KERNELS[1], NORMALIZE | {"out": BF16}, {"NESTEROV": True, "GRAD": tl.bfloat16}, 6, 2),
-    "normalize, no nesterov": (KERNELS[1], NORMALIZE, {"NESTEROV": False, "GRAD": tl.float32}, 4, 2),
-    "normalize, 64-bit size": (KERNELS[1], NORMALIZE, {"NESTEROV": True, "GRAD": tl.float32}, 8, 2),
-    "apply": (KERNELS[2], APPLY, {"PARAM": tl.float32}, 6, 4),
-    "fold": (KERNELS[3], FOLD, {"NESTEROV": True, "GRAD": tl.float32}, 8, 8),
-    "fold, bf16 gradients": (KERNELS[3], FOLD, {"NESTEROV": False, "GRAD": tl.bfloat16}, 6, 8),
-    "norm": (KERNELS[4], NORM, {}, 4, 0),
-    "apply, bf16": (KERNELS[2], APPLY | {"update": BF16}, {"PARAM": tl.bfloat16}, 4, 2),
+    "momentum": (KERNELS[0], MOMENTUM, {"NESTEROV": True, "DTYPE": tl.float32}, 8, 4),
+    "momentum, bf16 gradients": (KERNELS[0], MOMENTUM, {"NESTEROV": False, "DTYPE": tl.bfloat16}, 6, 4),
+    "normalize": (KERNELS[1], NORMALIZE, {"NESTEROV": True, "DTYPE": tl.float32}, 8, 2),
+    "normalize, bf16": (KERNELS[1], NORMALIZE | {"out": BF16}, {"NESTEROV": True, "DTYPE": tl.bfloat16}, 6, 2),
+    "normalize, no nesterov": (KERNELS[1], NORMALIZE, {"NESTEROV": False, "DTYPE": tl.float32}, 4, 2),
+    "normalize, 64-bit size": (KERNELS[1], NORMALIZE, {"NESTEROV": True, "DTYPE": tl.float32}, 8, 2),
+    "apply": (KERNELS[2], APPLY, {"DTYPE": tl.float32}, 6, 4),
+    "fold": (KERNELS[0], FOLD, {"NESTEROV": True, "DTYPE": tl.float32}, 8, 8),
+    "fold, bf16 gradients": (KERNELS[0], FOLD, {"NESTEROV": False, "DTYPE": tl.bfloat16}, 6, 8),
+    "norm": (KERNELS[0], NORM, {"NESTEROV": False, "DTYPE": None}, 4, 0),
+    "apply, bf16": (KERNELS[2], APPLY | {"update": BF16}, {"DTYPE": tl.bfloat16}, 4, 2),
 }
 
 
@@ -44,7 +42,8 @@ def launch(recorder, name, size=4096, *, aligned=True, offset=0, number=0.9):
     """Compile the kernel of that name as the module launches it."""
     _, types, values, _, _ = COMPILED[name]
     arguments = {
-        argument: number if kind is float else torch.zeros(8, dtype=kind)[offset:] for argument, kind in types.items()
+        argument: number if kind is float else kind and torch.zeros(8, dtype=kind)[offset:]
+        for argument, kind in types.items()
     }
     sizes = {"numel": size, "tiles": triton.cdiv(size, 2048)}
     recorder[(1,)](**arguments, **sizes, **values, ALIGNED=aligned, **triton_update.LAUNCH)

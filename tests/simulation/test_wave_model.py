@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.kernels import choose_variant, coefficient_sequence, rule_on
+from dmuon.kernels import choose_variant, coefficient_sequence
 from dmuon.kernels import variant as variant_module
 from dmuon.kernels.variant import relative_cost
 from dmuon.tools.simulation.hardware import HARDWARE, wave_costs
@@ -26,7 +26,7 @@ def flops(shape) -> int:
     """Of one matrix, whole products: as cuBLAS alone would run it."""
     sequence = coefficient_sequence("polar_express", 5)
     variant = choose_variant(shape, 1, sequence, torch.float16, torch.device("cuda"), backend="torch")
-    return 2 * int(relative_cost(shape, 5, variant.restarts if variant.method == "gram" else None))
+    return 2 * int(relative_cost(shape, sequence, variant, torch.float16))
 
 
 @pytest.mark.pitfall("P82")
@@ -53,8 +53,8 @@ def test_the_rule_is_that_of_a_device_that_is_here(monkeypatch, name, dtype):
             for k in (1, 4, 16):
                 squares = [coefficient_sequence("squares", 5)] * (dtype == torch.float16)  # bf16 is refused
                 for coefficients in (coefficient_sequence("polar_express", 5), *squares):
-                    here = choose_variant(shape, k, coefficients, dtype, torch.device("cuda"))
-                    assert rule_on(DEVICES[name].sms, shape, k, coefficients, dtype) == here, (shape, k)
+                    case = shape, k, coefficients, dtype, torch.device("cuda")
+                    assert choose_variant(*case, multiprocessors=DEVICES[name].sms) == choose_variant(*case), (shape, k)
     finally:
         choose_variant.cache_clear()
 

@@ -26,10 +26,9 @@ from torch import Tensor
 from dmuon.kernels import (
     Arithmetic,
     Square,
+    choose_variant,
     coefficient_sequence,
     iterate,
-    make_iteration,
-    rule_on,
 )
 from dmuon.planning.profiler import useful_batch_sizes
 from dmuon.platform.options import is_integer
@@ -203,25 +202,27 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class _Recorder(Arithmetic):
-    """Notes the products of an iteration, and how many other kernels it launches, instead of computing."""
+    """Notes the products of an iteration, and how many other kernels it launches, instead of computing.
 
-    halves: bool = False
+    Symmetric results are halves where the Triton kernel computes them, with ``whole_v``.
+    """
+
     products: list[Product] = field(default_factory=list)
     others: list[None] = field(default_factory=list)
 
-    def product(self, a: Tensor, b: Tensor, c: Tensor | None = None, **_: Any) -> Tensor:
-        return self._noted(a, b, addends=c is not None)
+    def multiply(self, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+        return self._noted(a, b)
 
-    def symmetric(self, a: Tensor, b: Tensor, c: Tensor | None = None, **_: Any) -> Tensor:
-        return self._noted(a, b, addends=c is not None, halves=self.halves)
+    def add(self, c: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+        return self._noted(a, b, addends=1)
+
+    def symmetric(self, c: Tensor | None, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+        return self._noted(a, b, addends=c is not None, halves=self.whole_v)
 
     def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
-        if not self.halves:
+        if not self.whole_v:
             return Arithmetic.square(self, s, square, stored, out=out)
         return self._noted(s, s, addends=len(square.addends), halves=True)
-
-    def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return self._noted(x, x.mT, halves=self.halves)
 
     def _noted(self, a: Tensor, b: Tensor, addends: int = 0, halves: bool = False) -> Tensor:
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -261,10 +262,9 @@ def describe(device: Device) -> str:
 
 def _update_ns(device: Device, shape: Shape, k: int) -> int:
     """Whole nanoseconds of one update of ``k`` matrices. Rounded up, which keeps sums above the whole."""
-    variant = rule_on(device.sms, shape, k, _NEWTON_SCHULZ, _DTYPE)
-    recorder = _Recorder(_DTYPE, _DTYPE, halves=variant.backend == "triton")
-    matrix = torch.empty(_SMALL, _LARGE, dtype=_DTYPE, device="meta")
-    iterate(matrix, make_iteration(variant, _NEWTON_SCHULZ, _DTYPE), recorder)
+    variant = choose_variant(shape, k, _NEWTON_SCHULZ, _DTYPE, torch.device("cuda"), multiprocessors=device.sms)
+    recorder = _Recorder(_DTYPE, _DTYPE, whole_v=variant.backend == "triton")
+    iterate(torch.empty(_SMALL, _LARGE, dtype=_DTYPE, device="meta"), variant, _NEWTON_SCHULZ, recorder)
     side = {_SMALL: shape[0], _LARGE: shape[1]}
     products = [replace(p, rows=side[p.rows], inner=side[p.inner], columns=side[p.columns]) for p in recorder.products]
     # PyTorch copies an addend into the result, for cuBLAS to add to.

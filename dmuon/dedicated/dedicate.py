@@ -8,8 +8,7 @@ agreed, a fault is carried to the others instead of being raised, since they wou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from socket import gethostname
 from typing import Any, TypeVar
@@ -45,7 +44,7 @@ from dmuon.dedicated.inspection import (
 )
 from dmuon.dedicated.matrix import OwnedMatrix, Weight, parts_of, resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.replicated import excluded_modules
+from dmuon.dedicated.replicated import excluded_modules, held_by
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.dedicated.strategies import checked_strategy, chosen, with_strategies
@@ -193,26 +192,19 @@ def dedicate_params(
         roots = checked_roots(model)
         whole = roots[""] if "" in roots else nn.ModuleList(roots.values())
         check_initialize(whole, initialize)
-        excluded = excluded_modules(whole)
-        theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+        theirs = held_by(excluded_modules(whole))
         routes = with_strategies(route_to_blocks(whole, select, blocks, exclude, theirs), ways)
         for route in routes:
             if route.muon:
                 remember_spec(route.param, route.spec, route.fault)
-        check_parameters(whole, routes, topology.ranks)
+        check_parameters(whole, theirs, routes, topology.ranks)
         tensor_mesh = tensor_mesh_of(routes)
         split_over = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
         seat = (gethostname(), split_over, planned_ns(inner.runtime for inner in dedications(whole)))
-        return Inspected(
-            roots,
-            whole,
-            routes,
-            policy,
-            tensor_mesh,
-            describe(whole, excluded, routes, common | places_in(whole)),
-            seat,
-        )
+        description = describe(whole, theirs, routes, common | places_in(whole))
+        return Inspected(roots, whole, routes, policy, tensor_mesh, description, seat)
 
+    routes: Sequence[Route] = ()
     try:
         inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
         context, seats = _connect(mesh, topology, group, options, inspected, seats)
@@ -237,14 +229,17 @@ def dedicate_params(
         result = planned(inspected.matrices())
         if any(route.strategy == "auto" for route in inspected.routes):
             inspected, result = chosen(inspected, result, planned, context, costs, ns, 2 + reshard_after_forward)
-        with _all_or_nothing(inspected.routes):
-            _own(inspected, result, context, initialize, ns_options, keep=not reshard_after_forward)
-        _watch_optimizers()
-        _watched.add("step")
-        _tell(inspected.routes, result, context, "are freed" if reshard_after_forward else "stay")
+        routes = inspected.routes
+        _own(inspected, result, context, initialize, ns_options, keep=not reshard_after_forward)
     except BaseException:
+        for route in routes:  # modules hold their own again: a model of which dmuon owns a part is of no use
+            for module, name in route.sites:
+                module._parameters[name] = route.param
         forget_groups()  # on all ranks: one of them may have been interrupted while something was under way
         raise
+    _watch_optimizers()
+    _watched.add("step")
+    _tell(routes, result, context, "are freed" if reshard_after_forward else "stay")
     return result
 
 
@@ -384,18 +379,6 @@ def _connect(
         seats = require_same(control, None, inspected.description, inspected.seat)
     context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
     return context, seats
-
-
-@contextmanager
-def _all_or_nothing(routes: Sequence[Route]) -> Iterator[None]:
-    """Whatever fails, modules hold their own parameters again: a model of which dmuon owns a part is of no use."""
-    try:
-        yield
-    except BaseException:
-        for route in routes:
-            for module, name in route.sites:
-                module._parameters[name] = route.param
-        raise
 
 
 def _own(

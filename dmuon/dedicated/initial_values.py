@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import run_awaited
 from dmuon.comm.context import Comm
 from dmuon.dedicated.matrix import Weight, initial_master
-from dmuon.dedicated.replicated import excluded_modules, own_buffers, own_modules, own_parameters
+from dmuon.dedicated.replicated import excluded_modules, held_by
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.torch_private import TorchDispatchMode, local_tensor, move_hooks, share_random_state
 
@@ -34,9 +34,9 @@ def share_initial_values(
 ) -> dict[str, Tensor]:
     """Make the first rank's values everyone's; returns the masters of this rank by name. Collective."""
     by_tensor = {id(weight.route.param): weight for weight in weights}
-    excluded = excluded_modules(model)
-    own = chain(own_parameters(model, excluded), own_buffers(model, excluded))
-    tensors = [tensor for _, tensor in own if not tensor.is_meta]
+    theirs = held_by(excluded_modules(model))
+    own = (tensor for tensor in chain(model.parameters(), model.buffers()) if id(tensor) not in theirs)
+    tensors = [tensor for tensor in own if not tensor.is_meta]
     of_meta = _values_of_meta(model, comm, initialize) if _is_on_meta(model) else ()
     # Behind the others: initializing a module may have changed buffers of it that were there.
     others = zip(tensors, _from_first_rank([*map(local_tensor, tensors)], comm), strict=True)
@@ -159,7 +159,7 @@ def _values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None)
     of_model = isinstance(getattr(initialize, "__self__", None), nn.Module)
     waiting = [
         (name, module)
-        for name, module in own_modules(model, excluded_modules(model))
+        for name, module in model.named_modules(memo=excluded_modules(model))
         if _waiting(module) or (of_model and not [*_held(module)] and _is_on_meta(module))
     ]
     mesh = next((t.device_mesh for _, m in waiting for _, _, t in _waiting(m) if isinstance(t, DTensor)), None)

@@ -7,7 +7,7 @@ of experts are such: these have other owners, and other weights, than what all r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -60,13 +60,8 @@ def excluded_modules(model: nn.Module) -> set[nn.Module]:
 
 def shared_with(model: nn.Module) -> nn.Module | None:
     """A module that lies in what was dedicated in ``model`` before, and outside of it too; None without."""
-    outside: set[nn.Module] = set()
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if module not in outside:
-            outside.add(module)
-            waiting += [child for child in module.children() if ATTRIBUTE not in child.__dict__]
+    roots = {module for module in model.modules() if ATTRIBUTE in module.__dict__}
+    outside = {module for _, module in model.named_modules(memo=roots)}  # which passes by what is in there
     return next((module for module in excluded_modules(model) if module in outside), None)
 
 
@@ -75,21 +70,10 @@ def holder_of(module: nn.Module) -> nn.Module | None:
     return next((root for root in _roots if any(module is one for one in root.modules())), None)
 
 
-def own_modules(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """As ``named_modules``, without ``excluded``."""
-    return ((name, module) for name, module in model.named_modules() if module not in excluded)
-
-
-def own_parameters(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """As ``named_parameters``, without those that ``excluded`` modules hold."""
-    theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
-    return ((name, param) for name, param in model.named_parameters() if id(param) not in theirs)
-
-
-def own_buffers(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """As ``named_buffers``, without those that ``excluded`` modules hold."""
-    theirs = {id(buffer) for module in excluded for buffer in module.buffers(recurse=False)}
-    return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in theirs)
+def held_by(modules: Iterable[nn.Module]) -> set[int]:
+    """The parameters and buffers that ``modules`` themselves hold, by ``id``."""
+    stores = ((module._parameters, module._buffers) for module in modules)
+    return {id(tensor) for parameters, buffers in stores for tensor in (*parameters.values(), *buffers.values())}
 
 
 class ManagedModules:
@@ -105,29 +89,22 @@ class ManagedModules:
         self._excluded = weakref.WeakSet(module for root in roots.values() for module in excluded_modules(root))
         self._blocks = blocks
 
-    def modules(self) -> Iterable[nn.Module]:
-        """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
-        found: dict[nn.Module, None] = {}
-        waiting: list[nn.Module | None] = []
-        for root in self._roots.values():
-            waiting.append(root())
-        if waiting.count(None) == len(waiting):
-            waiting += [block.module for block in self._blocks]
-        waiting.reverse()
-        while waiting:
-            module = waiting.pop()
-            if module is not None and module not in found:
-                found[module] = None
-                waiting += [*module._modules.values()][::-1]
-        return [module for module in found if module not in self._excluded] if self._excluded else found
+    def _alive(self) -> dict[str, nn.Module]:
+        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
+        of_blocks = {str(number): block.module for number, block in enumerate(self._blocks)}
+        found = roots if any(root is not None for root in roots.values()) else of_blocks
+        return {prefix: module for prefix, module in found.items() if module is not None}
+
+    def modules(self) -> list[nn.Module]:
+        """All of them, each once; those of several roots may share some."""
+        met = set(self._excluded)
+        return [module for root in self._alive().values() for _, module in root.named_modules(memo=met)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All that they hold."""
-        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
-        alive = {prefix: root for prefix, root in roots.items() if root is not None}
-        if not alive:
-            alive = {str(i): block.module for i, block in enumerate(self._blocks) if block.module is not None}
-        return own_parameters(alive[""] if "" in alive else nn.ModuleDict(alive), self._excluded)
+        alive, theirs = self._alive(), held_by(self._excluded)
+        whole = alive[""] if "" in alive else nn.ModuleDict(alive)
+        return ((name, param) for name, param in whole.named_parameters() if id(param) not in theirs)
 
 
 class _Bucket:

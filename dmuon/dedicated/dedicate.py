@@ -142,8 +142,8 @@ def dedicate_params(
         comm: transport, prefetching, merging of small blocks, timeout; changes no result.
         initialize: ``initialize(module)`` gives values to the tensors that a module itself holds, for a model on the
             meta device, such as a transformers model's ``_init_weights``; default: ``module.reset_parameters()``.
-            Rank 0 calls it for some modules at a time, in the order of ``model.modules()``, and every rank keeps what
-            it owns and what nobody owns: none ever holds the whole model. What it leaves alone is NaN, until a
+            Rank 0 calls it for one module after the other, in the order of ``model.modules()``, and every rank keeps
+            what it owns and what nobody owns: none ever holds the whole model. What it leaves alone is NaN, until a
             checkpoint is loaded. What writes to other modules' tensors is refused.
         ns_coefficients, ns_steps, ns_dtype: as of ``dmuon.Muon``, which takes them from here and refuses others. Costs
             are those of this run. None leaves them to the optimizer, and plans by its defaults.

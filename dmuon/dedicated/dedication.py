@@ -26,7 +26,7 @@ from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import BufferState, GradState
 from dmuon.dedicated.matrix import OwnedMatrix, Part, as_dtensor, of_elements, of_rows, resting, whole_parameter
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
-from dmuon.dedicated.owned_tensor import OwnedTensor, owned_like
+from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Parcel, Region
@@ -450,7 +450,7 @@ class Dedicated(Residency):
         if id(param) in self._of_moments:
             return param
         matrix = self._runtime.by_rest[id(param)]
-        return owned_like(matrix.rest, local, f"{matrix.fqn}.{MOMENTUM}")
+        return matrix.rest.like(local, f"{matrix.fqn}.{MOMENTUM}")
 
     def shown_moment(self, param: Tensor, local: Tensor, key: str) -> Tensor:
         matrix = self._runtime.by_rest[id(param)]

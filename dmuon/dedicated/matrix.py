@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
-from dmuon.dedicated.owned_tensor import REDUCED_GRAD, OwnedTensor, owned_like, owned_tensor
+from dmuon.dedicated.owned_tensor import REDUCED_GRAD, OwnedTensor, owned_tensor
 from dmuon.layout.matrices import Parcel, Region, numbered, spread_over_all, stack_shape
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Position, position_in
@@ -165,14 +165,14 @@ class OwnedMatrix:
             return
         grad = self.empty_grad
         if grad is None or self.mine:
-            grad = owned_like(self.rest, local, f"{self.fqn}.grad")
+            grad = self.rest.like(local, f"{self.fqn}.grad")
         if not self.mine:
             self.empty_grad = grad
         REDUCED_GRAD.__set__(self.rest, grad)
 
     def set_hooked_grad(self, local: Tensor) -> None:
         """As :meth:`set_grad`, and run the hooks that the user has left on the resting form."""
-        grad = owned_like(self.rest, local, f"{self.fqn}.grad")
+        grad = self.rest.like(local, f"{self.fqn}.grad")
         for hook in list((self.rest._backward_hooks or {}).values()):
             result = hook(grad)
             if result is None:
@@ -244,7 +244,7 @@ def of_rows(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
 
 def of_elements(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
     """What says of ``local``, shaped as the master, what ``matrix`` says of that."""
-    rest = owned_like(matrix.rest, local, fqn)
+    rest = matrix.rest.like(local, fqn)
     remember_spec(rest, spec_of(matrix.rest))
     return replace(matrix, fqn=fqn, rest=rest, master=local, places=(), empty_grad=None)
 

@@ -79,7 +79,7 @@ ALLOWED: dict[str, dict[Pair, str]] = {
     "clipped overlap": {("memory", "_stacked", "clip_grad_norm_"): EARLY},
     "clipped values overlap": {("memory", "_stacked", "clip_grad_value_"): EARLY},
     "dropped graphs": {("memory", "_stacked", "clip_grad_norm_"): EARLY},
-    "edited gradients": {("memory", "_stacked", "_run_alone"): EARLY},
+    "edited gradients": {("memory", "_stacked", "_run"): EARLY},
     "loaded early": {("memory", "EarlyUpdates._start", "_store"): EARLY},
     "rebuilt": {("reuse", "EarlyUpdates._start", "_zeros"): GONE},
     "two backwards": {("memory", "_stacked", "OwnedMatrix.set_grad"): EARLY},

@@ -151,25 +151,6 @@ class Difference:
     first: str | None
 
 
-def require_no_fault(group: dist.ProcessGroup, error: Exception | str | None, device: torch.device) -> None:
-    """:func:`agree` where that is asked often, and there is nothing but faults to exchange: one number for each rank.
-
-    Raises:
-        ValueError, CollectiveError: as :func:`agree`.
-    """
-    faulty = torch.tensor(error is not None, dtype=torch.int32, device=device)
-    try:
-        with named(f"the exchange of whether ranks {list(ranks_of(group))} have a fault"):
-            dist.all_reduce(faulty, dist.ReduceOp.MAX, group=group)
-            found = bool(faulty)
-    except CollectiveError as fault:
-        if error is None:
-            raise
-        raise CollectiveError(f"{fault}. This rank would have reported: {error}") from fault.__cause__
-    if found:
-        agree(group, error)
-
-
 def differences(
     group: dist.ProcessGroup,
     error: Exception | str | None,

@@ -219,19 +219,13 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
         block.summon(of_block)
     try:
         yield
-        present = [(block.buffer.comm, matrix) for block in blocks for matrix in block.matrices]
-        edited = [(comm, matrix, _edited(matrix)) for comm, matrix in present]
+        edited = [(matrix, _edited(matrix)) for block in blocks for matrix in block.matrices]
     finally:
         for block in blocks:
             block.rest()
     if writeback:
-        for runtime in runtimes:
-            runtime.before_write()
-        with torch.no_grad():
-            for _, matrix, param in edited:
-                matrix.master.copy_(matrix.own_part(local_tensor(param)))
-        for runtime in runtimes:
-            runtime.weights_changed()
+        for matrix, param in edited:
+            matrix.write(matrix.own_part(local_tensor(param)))
 
 
 def _edited(matrix: OwnedMatrix) -> nn.Parameter:

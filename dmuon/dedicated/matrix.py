@@ -157,6 +157,11 @@ class OwnedMatrix:
         """A copy of what this rank owns of ``whole``, ``local_shape``, shaped as the master."""
         return joined([part.take(whole) for part in self.mine], whole).view(self.master.shape)
 
+    def write(self, local: Tensor) -> None:
+        """Make ``local``, shaped as the master, the weight. The runtime hears of it, as of what users write."""
+        with torch.no_grad():
+            self.rest.copy_(self.rest.like(local))
+
     def set_grad(self, local: Tensor) -> None:
         """Add ``local``, shaped as the master, to the gradient of the resting form."""
         before = REDUCED_GRAD.__get__(self.rest)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from dmuon.comm.agreement import require_no_fault
+from dmuon.comm.agreement import agree
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import Pending
 from dmuon.dedicated.block import Block
@@ -262,7 +262,7 @@ class GradAverager:
         known = set(map(id, self.params))
         found = [param for param, _ in self._found.values()]
         new = [param for param in found if id(param) not in known]
-        require_no_fault(self._comm.control, self._difference(new), self._comm.device)
+        agree(self._comm.control, self._difference(new))
         self.params, self.changed = found, False
         self._build(new)
         undecided = self.finish()

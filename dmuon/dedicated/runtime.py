@@ -24,7 +24,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dmuon.comm.agreement import require_no_fault
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
 from dmuon.dedicated.block import (
@@ -194,19 +193,15 @@ class Runtime:
         Raises:
             ValueError, RuntimeError: on every rank, if some rank cannot.
         """
+        matrix = self._by_name[param.fqn]  # ``param`` may be an alias
+        state = state_of(matrix.master, matrix, matrix.fqn)
         fault: Exception | None = None
         try:
             self.at_rest("a write to to_local()")
         except RuntimeError as error:
             fault = error
-        require_no_fault(self.comm.control, fault, self.comm.device)
-        matrix = self._by_name[param.fqn]  # ``param`` may be an alias
-        state = state_of(matrix.master, matrix, matrix.fqn)
-        state.write_even(shard)
-        self.before_write()
-        with torch.no_grad():
-            matrix.master.copy_(local_tensor(state))
-        self.weights_changed()
+        state.write_even(shard, fault)
+        matrix.write(local_tensor(state))
 
     def at_rest(self, doing: str, *, summoned: bool = False) -> None:
         """Raise unless every block is outside forward, backward and ``summon_full_params``.

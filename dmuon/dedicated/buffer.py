@@ -83,7 +83,7 @@ class OwnedBuffer:
         users: blocks that compute with the weights, and for what, as in "… changed or were dropped while …".
         awaited: blocks that a backward has yet to come through: the graph of a forward has saved something.
         gradients: of all matrices.
-        spans: of each matrix its parts, and where they lie in the buffer.
+        placed: of each matrix its parts, and where they lie in the buffer.
         own_spans: of each matrix, where the parts that this rank owns lie in all that it owns.
         params: the resting forms, by ``id``.
         storages: the memory of the whole weights.
@@ -136,7 +136,7 @@ class OwnedBuffer:
         made = sum(local_tensor(weight.route.param).numel() for weight in weights if not weight.parts[0].is_whole)
         self._assembled = torch.empty(made, dtype=comm_dtype, device=comm.device)
         self.matrices: list[OwnedMatrix] = []
-        self.spans: list[tuple[OwnedMatrix, Part, tuple[int, int]]] = []
+        self.placed: list[list[tuple[Part, tuple[int, int]]]] = []
         self._assembly: list[tuple[Tensor, Tensor]] = []  # parts of tensors that are made of several, and their slots
         self._scattered: list[tuple[Tensor, Part, Tensor]] = []  # tensors, parts that are no one slice, and their slots
         slots, begin = iter(self.layout.slots), 0
@@ -156,7 +156,7 @@ class OwnedBuffer:
                         self._scattered.append((whole, part, slot))
             matrix = own(weight, whole, master, comm)
             self.matrices.append(matrix)
-            self.spans += [(matrix, part, span) for part, span in placed]
+            self.placed.append(placed)
         self.params = frozenset(id(matrix.rest) for matrix in self.matrices)
         # What this rank owns: masters, slots of them, and where these are in the rank's own part of the buffer.
         self._masters: list[Tensor] = []
@@ -164,14 +164,12 @@ class OwnedBuffer:
         self.own_spans: list[tuple[OwnedMatrix, list[tuple[int, int]]]] = []
         start, end = column[comm.at.r]
         self._own_numel = end - start
-        span_of = {id(part): span for _, part, span in self.spans}
-        for matrix in self.matrices:
-            self.own_spans.append((matrix, []))
-            for part, master in matrix.pieces(matrix.master):
-                a, b = span_of[id(part)]
+        for matrix, placed in zip(self.matrices, self.placed, strict=True):
+            mine = [span for part, span in placed if part.owner == comm.position]
+            self.own_spans.append((matrix, [(a - start, b - start) for a, b in mine]))
+            for (part, master), (a, b) in zip(matrix.pieces(matrix.master), mine, strict=True):
                 self._masters.append(master)
                 self._own_slots.append(self._buffer[a:b].view(part.local_shape))
-                self.own_spans[-1][1].append((a - start, b - start))
         self.storages = [tensor.untyped_storage() for tensor in (self._buffer, self._assembled)]
         self._wholes = [matrix.full for matrix in self.matrices]
         self._holders: int | None = None  # of all these, before anything was computed with them

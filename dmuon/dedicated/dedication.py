@@ -48,22 +48,15 @@ class Dedication:
 
     Attributes:
         is_list: it is of several modules, or of a list of one.
-        leaves: some matrices have no owner, but another strategy.
     """
 
-    def __init__(
-        self,
-        roots: Mapping[str, nn.Module],
-        routes: Sequence[Route],
-        runtime: Runtime,
-    ) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module], routes: Sequence[Route], runtime: Runtime) -> None:
         self.plan = runtime.plan
         self.runtime = runtime
         # Without the parameters, which routes would keep alive.
         self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}
         self._originals = [weakref.ref(r.param) for r in routes if r.block is not None]
         self.is_list = "" not in roots
-        self.leaves = any(route.strategy != "owner" for route in routes)
         self._prefixes = weakref.WeakKeyDictionary({unwrapped(root): prefix for prefix, root in roots.items()})
         for root in roots.values():
             mark(root, self)
@@ -114,7 +107,7 @@ def left_to_others() -> dict[int, tuple[str, dist.ProcessGroup]]:
     """By ``id``, what dedicated models have given no owner: its strategy, and the ranks that average its gradients."""
     found: dict[int, tuple[str, dist.ProcessGroup]] = {}
     for root in living():
-        if (dedication := dedication_of(root)) is not None and dedication.leaves:
+        if (dedication := dedication_of(root)) is not None:
             left = [route for route in dedication.routes(root) if route.strategy != "owner"]
             found |= {id(route.param): (route.strategy, dedication.runtime.comm.group) for route in left}
     return found

@@ -81,7 +81,7 @@ class GradReduction:
         wait for it before the gradients are freed, whose memory goes back to them.
         """
         made: list[Origin] = []
-        for matrix in self.buffer.matrices if origins else ():
+        for matrix in self.buffer.matrices:
             origin = origins.pop(id(matrix.full), None)
             if origin is not None:
                 origin.join()
@@ -90,26 +90,24 @@ class GradReduction:
         slots: list[Tensor] = []
         grads: list[Tensor] = []
         starts = self.buffer.layout.segments.filled
-        last, grad = None, None
-        for matrix, part, (start, end) in self.buffer.spans:
-            if matrix is not last:
-                last, grad = matrix, matrix.full.grad
-                matrix.full.grad = None
-                if isinstance(grad, DTensor) and isinstance(matrix.full, DTensor):
-                    if grad.placements != matrix.full.placements:  # as autograd has left it; collective then
-                        grad = grad.redistribute(placements=matrix.full.placements)
-                    grad = local_tensor(grad)
+        for matrix, placed in zip(self.buffer.matrices, self.buffer.placed, strict=True):
+            grad, matrix.full.grad = matrix.full.grad, None
+            if isinstance(grad, DTensor) and isinstance(matrix.full, DTensor):
+                if grad.placements != matrix.full.placements:  # as autograd has left it; collective then
+                    grad = grad.redistribute(placements=matrix.full.placements)
+                grad = local_tensor(grad)
             if grad is not None:
                 used.add(matrix)
-            if start == end:  # another tensor-parallel rank has it, and perhaps nothing goes to that owner
-                continue
-            first = starts[part.at.s][0]
-            slot = parts[part.at.s][start - first : end - first].view(part.local_shape)
-            if grad is None:
-                slot.zero_()
-            else:
-                slots.append(slot)
-                grads.append(grad if part.is_whole else part.take(grad))
+            for part, (start, end) in placed:
+                if start == end:  # another tensor-parallel rank has it, and perhaps nothing goes to that owner
+                    continue
+                first = starts[part.at.s][0]
+                slot = parts[part.at.s][start - first : end - first].view(part.local_shape)
+                if grad is None:
+                    slot.zero_()
+                else:
+                    slots.append(slot)
+                    grads.append(grad if part.is_whole else part.take(grad))
         if slots:
             torch._foreach_copy_(slots, grads)
         for origin in made:
@@ -203,8 +201,7 @@ class Gradients:
 
     Attributes:
         averager: of parameters that nobody shards.
-        origins: by ``id`` of whole weights, the streams on which gradients came that no reduction has taken yet; None
-            where everything runs in turn.
+        origins: by ``id`` of whole weights, the streams on which gradients came that no reduction has taken yet.
         listeners: called with the parameters of this owner whose gradients have just arrived, as long as they live.
     """
 
@@ -213,7 +210,7 @@ class Gradients:
         comm: Comm,
         matrices: Sequence[OwnedMatrix],
         managed: ManagedModules,
-        arrived: weakref.WeakMethod[Callable[[], bool]],
+        arrived: weakref.WeakMethod[Callable[[Tensor], None]],
     ) -> None:
         self._comm = comm
         self._matrices = list(matrices)
@@ -225,12 +222,12 @@ class Gradients:
         self._last_vote: Vote | None = None
         self._trains: list[bool] = []  # of each matrix, whether it was trained in the last vote
         self._trained: dict[str, str] = {}  # by name, the same of whatever was there
-        self._options: list[tuple[weakref.WeakMethod[Options], Sequence[int]]] = []
-        self.origins: dict[int, Origin] | None = None if streams_of(comm.device) is None else {}
+        self._options: dict[weakref.WeakMethod[Options], Sequence[int]] = {}  # and groups of its optimizer
+        self.origins: dict[int, Origin] = {}
 
     def join(self, matrices: Sequence[OwnedMatrix]) -> None:
         """What is queued from now on runs after the gradients of ``matrices`` were accumulated, on whatever stream."""
-        origins = self.origins or {}
+        origins = self.origins
         for matrix in matrices:
             if id(matrix.full) in origins:
                 origins[id(matrix.full)].join()
@@ -244,7 +241,7 @@ class Gradients:
         if self._comm.row is None and self._comm.column is None:
             # Nothing travels, but the ranks of tensor parallelism alone must have run the blocks in one order too.
             self._comm.monitor.note("reduce", f"gradients of block {buffer.name!r}")
-        reduction = GradReduction(buffer, self.origins or {})
+        reduction = GradReduction(buffer, self.origins)
         self._used |= reduction.used
         self._reductions.append(reduction)
         buffer.gradients = GradState.NONE
@@ -252,25 +249,23 @@ class Gradients:
     def _finish_oldest(self) -> None:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
-        if self.listeners:
-            self.listeners = [listener for listener in self.listeners if listener() is not None]
-            for listener in self.listeners:
-                landed = listener()
-                if landed is not None and reduction.landed:
-                    landed(reduction.landed)
+        for listener in self.listeners if reduction.landed else ():
+            landed = listener()
+            if landed is not None:
+                landed(reduction.landed)
 
     def finish(self) -> None:
         """Wait for everything under way, agree on what is unused, and average what is replicated."""
         while self._reductions:
             self._finish_oldest()
-        self._settle(self.averager.finish() if self.averager.params else [])
+        self._settle(self.averager.finish())
 
     def discard(self) -> None:
         """Forget a backward that did not finish; waits for everything under way, whatever fails."""
         reductions, self._reductions = self._reductions, deque()
         self._undecided.clear()
         self._used.clear()
-        run_all([*(reduction.discard for reduction in reductions), self.averager.reset])
+        run_all(reduction.discard for reduction in reductions)
 
     def _settle(self, averages: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give a gradient to every parameter that some rank used, and to no other: the same on all ranks."""
@@ -289,10 +284,8 @@ class Gradients:
         if len(comm.topology.ranks) > 1:
             if trains != self._trains or changed:  # most often they are as before
                 self._note_trained(trains)
-            last, self._last_vote = self._last_vote, None
-            if last is not None:
-                last.result()
-            for number, (told, groups) in enumerate(self._options):
+            self.verify()
+            for number, (told, groups) in enumerate(self._options.items()):
                 options = told()
                 if options is not None:
                     described = options(groups)
@@ -322,11 +315,7 @@ class Gradients:
 
     def compare(self, options: Options, groups: Sequence[int]) -> None:
         """With every vote compare what the method ``options`` says of an optimizer's ``groups``, while that lives."""
-        known = [i for i, (told, _) in enumerate(self._options) if told() == options]
-        for i in known:
-            self._options[i] = self._options[i][0], groups
-        if not known:
-            self._options.append((weakref.WeakMethod(options), groups))
+        self._options[weakref.WeakMethod(options)] = groups
 
     def _note_trained(self, trains: list[bool]) -> None:
         """Let the next vote compare which parameters are trained."""
@@ -346,7 +335,5 @@ class Gradients:
         Raises:
             CollectiveError: by that vote, ranks had issued different collectives.
         """
-        vote, self._last_vote = self._last_vote, None
-        if vote is not None:
-            vote.result()
-            self._last_vote = vote
+        if self._last_vote is not None:
+            self._last_vote.result()

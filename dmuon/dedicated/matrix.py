@@ -100,11 +100,6 @@ class Weight:
     route: Route
     parts: tuple[Part, ...]
 
-    @property
-    def owners(self) -> tuple[Position, ...]:
-        """Of each part, its position among the data-parallel ranks."""
-        return tuple(part.owner for part in self.parts)
-
     def owned_at(self, position: Position) -> tuple[Part, ...]:
         """The parts that the data-parallel rank at ``position`` owns."""
         return tuple(part for part in self.parts if part.owner == position)
@@ -209,7 +204,8 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
     if isinstance(param, DTensor):  # tensor parallelism adds a dimension behind those of data parallelism
         mesh, placements = comm.tensor_mesh, [*placements, *param.placements]
         filled = as_dtensor(filled, param.device_mesh, param.placements, param.shape)
-    wrapper = owned_tensor(master, mesh, param.shape, fqn=route.fqn, owners=weight.owners, placements=placements)
+    owners = tuple(part.owner for part in weight.parts)
+    wrapper = owned_tensor(master, mesh, param.shape, fqn=route.fqn, owners=owners, placements=placements)
     rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
     assert isinstance(rest, OwnedTensor)
     full = whole_parameter(filled, rest)

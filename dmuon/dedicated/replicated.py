@@ -27,14 +27,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.host import all_living
-from dmuon.platform.streams import Origin
-from dmuon.platform.torch_private import (
-    divide_factor,
-    local_tensor,
-    managed_by_ddp,
-    managed_by_fsdp,
-    reduced_by_ddp,
-)
+from dmuon.platform.torch_private import divide_factor, local_tensor, managed_by_ddp, managed_by_fsdp, reduced_by_ddp
 
 _BUCKET_BYTES = 25 * 2**20
 ATTRIBUTE = "_dmuon_dedication"  # of a module that ``dedicate_params`` was called with
@@ -111,7 +104,6 @@ class _Bucket:
     """The gradients of ``params`` on their way."""
 
     def __init__(self, params: Sequence[nn.Parameter], comm: Comm) -> None:
-        self._origin = Origin(comm.device)
         with torch.no_grad():
             locals_ = [local_tensor(param) for param in params]
             flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
@@ -137,9 +129,7 @@ class _Bucket:
         if self._present:
             with torch.no_grad():
                 torch._foreach_copy_([grad for grad, _ in self._present], [slot for _, slot in self._present])
-        undecided = [(param, slot.clone()) for param, slot in self._absent]
-        self._origin.await_users()
-        return undecided
+        return [(param, slot.clone()) for param, slot in self._absent]
 
 
 class GradAverager:
@@ -159,7 +149,7 @@ class GradAverager:
     Args:
         owned: all that dmuon owns in the model.
         managed: the modules of the model.
-        on_gradient: called when a gradient arrives; tells whether this backward synchronizes. Of who holds this.
+        on_gradient: called with a parameter whose gradient arrives. Of who holds this.
 
     Attributes:
         params: on which all ranks agree, in registration order; plain, or DTensors that tensor parallelism split, whose
@@ -174,7 +164,7 @@ class GradAverager:
         comm: Comm,
         owned: Sequence[OwnedMatrix],
         managed: ManagedModules,
-        on_gradient: weakref.WeakMethod[Callable[[], bool]],
+        on_gradient: weakref.WeakMethod[Callable[[Tensor], None]],
     ) -> None:
         self.params: list[nn.Parameter] = []
         self.names: dict[int, str] = {}
@@ -187,7 +177,6 @@ class GradAverager:
         self._on_gradient = on_gradient
         self.changed = False
         self._buckets: list[list[nn.Parameter]] = []
-        self._origins: list[Origin] = []  # of gradients that have arrived
 
     # -- what is averaged ------------------------------------------------------------------------------------------
 
@@ -208,7 +197,7 @@ class GradAverager:
         for key in self._found.keys() - held.keys():
             self._found.pop(key)[1].remove()
         # A weak reference, since the collector cannot see through such hooks and would never free the model.
-        hook = partial(_tell, weakref.ref(self))
+        hook = partial(_tell, self._on_gradient)
         ours = {key: param for key, param in held.items() if key not in self._others}
         self._found = {
             key: self._found.get(key) or (param, param.register_post_accumulate_grad_hook(hook))
@@ -306,36 +295,27 @@ class GradAverager:
     # -- a backward ------------------------------------------------------------------------------------------------
 
     def arrived(self, param: Tensor) -> None:
+        """The gradient of ``param`` is there."""
         grad = param.grad
         if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
             # At once, so that this collective is issued in the order of the graph, as those of tensor parallelism are.
             param.grad = grad.redistribute(placements=param.placements)
         if grad is not None and grad.layout is torch.sparse_coo:
             param.grad = grad.to_dense()  # buckets are, and which rows others have used no rank knows
-        on_gradient = self._on_gradient()
-        if on_gradient is not None and on_gradient():
-            self._origins.append(Origin(self._comm.device))
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Average all gradients, and write the averages back.
 
+        At the end of a backward: autograd has let the stream that called it wait for all on which gradients came.
+
         Returns:
             ``(param, average)`` of what got no gradient on this rank.
         """
-        origins, self._origins = self._origins, []
-        for origin in origins:
-            origin.join()
-        if not self._buckets:
-            return []
         launched = [_Bucket(params, self._comm) for params in self._buckets]
         return [item for bucket in launched for item in bucket.finish()]
 
-    def reset(self) -> None:
-        """Forget a backward that did not finish."""
-        self._origins = []
 
-
-def _tell(averager: weakref.ref[GradAverager], param: Tensor) -> None:
-    alive = averager()
+def _tell(on_gradient: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -> None:
+    alive = on_gradient()
     if alive is not None:
-        alive.arrived(param)
+        alive(param)

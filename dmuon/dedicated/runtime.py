@@ -79,13 +79,7 @@ class Runtime:
         was_entered: a backward came through a block that trains, since the last step or clearing of gradients.
     """
 
-    def __init__(
-        self,
-        roots: Mapping[str, nn.Module],
-        blocks: Sequence[Block],
-        comm: Comm,
-        plan: OwnerPlan,
-    ) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module], blocks: Sequence[Block], comm: Comm, plan: OwnerPlan) -> None:
         self.blocks = list(blocks)
         self.buffers = list(dict.fromkeys(block.buffer for block in self.blocks))
         self.comm = comm
@@ -139,11 +133,6 @@ class Runtime:
     def param_ids(self) -> set[int]:
         """Of everything that the model has."""
         return {id(p) for _, p in self.managed.named_parameters()} | self.by_rest.keys()
-
-    @property
-    def name(self) -> str:
-        """The same on all ranks, and of no other dedicated model."""
-        return self.comm.monitor.name
 
     def waiting_grad(self, param: OwnedTensor) -> Tensor | None:
         """The gradient of ``param`` that waits for a backward with synchronization; None of an alias."""
@@ -385,18 +374,20 @@ class Runtime:
                 f"the weights of block {block.name!r} changed between its forward and its backward; run backward "
                 "before step(), load_state_dict() or edits"
             )
-        backward = block.backward = current_backward()
+        block.backward = self._begin_backward()
+
+    def _begin_backward(self) -> int:
+        """The backward that runs now, at whose end all gradients are to be reduced."""
+        backward = current_backward()
         assert backward is not None, "gradient hooks run inside a backward pass"
         if backward not in self.backwards:
             self.backwards.add(backward)
             on_backward_end(partial(self._root_post_backward, backward))
+        return backward
 
-    def _replicated_gradient_arrived(self) -> bool:
-        backward = current_backward()
-        if backward is not None and backward not in self.backwards:
-            self.backwards.add(backward)
-            on_backward_end(partial(self._root_post_backward, backward))
-        return self.reduces
+    def _replicated_gradient_arrived(self, param: Tensor) -> None:
+        self._begin_backward()
+        self.gradients.averager.arrived(param)
 
     def _post_backward(self, block: Block) -> None:
         if block.phase is not Phase.BACKWARD:
@@ -410,8 +401,8 @@ class Runtime:
         buffer = block.buffer
         if block.phase is Phase.BACKWARD:
             before = self._preceding.get(block)
-            if self.gradients.origins:  # what made them has read the weights, whose memory may be freed now
-                self.gradients.join(block.matrices)
+            self.gradients.join(block.matrices)  # what made them has read the weights, whose memory may be freed now
+            # Where the block that backward comes to next shares the buffer, freeing it would only fill it again.
             self._reshard(block, before if before is not None and before.name in before.buffer.awaited else None)
         block.backward, block.calls = None, 0
         buffer.awaited.discard(block.name)
@@ -466,8 +457,7 @@ def _notice(of_runtime: weakref.ref[Runtime], of_block: weakref.ref[Block], whol
     runtime, block = of_runtime(), of_block()
     if runtime is None or block is None:
         return
-    if runtime.gradients.origins is not None:
-        runtime.gradients.origins[id(whole)] = Origin(runtime.comm.device)
+    runtime.gradients.origins[id(whole)] = Origin(runtime.comm.device)
     if block.backward is None:
         runtime._join_backward(block, block.generation)
 

@@ -347,8 +347,6 @@ HARMLESS = {
     "stream.wait_stream in CudaGraphs.record": GRAPH,
     "current.wait_stream in CudaGraphs.record": GRAPH,
     "monitor.synchronize in make_comm": CONNECTS,
-    "origin.join in GradAverager.finish": ENGINE,
-    "self._origin.await_users in _Bucket.finish": ENGINE,
     "self._origin.await_users in GradReduction._wait_for_all": ENGINE,
     "self._origin.await_users in GradReduction.finish": ENGINE,
     "exchange.alone in find_residencies": "no stream: parameters that this rank has alone",

@@ -92,10 +92,8 @@ class Vote:
         # On a stream of its own: nothing may wait for an all-gather that is stuck.
         with suppress(CollectiveError), Stream(self._monitor.device, priority=-1).alone():
             found = _differing(self._group, noted, (f"{LANE}vote", OPTION, f"{LANE}step"))
-        if not found:
-            self._monitor.disagree("which ones is not known", of_options=False)
-        of_options = found[0].name.startswith(OPTION)
-        told = []
+        of_options = bool(found) and found[0].name.startswith(OPTION)
+        told = [] if found else ["which ones is not known"]
         for one in found if of_options else found[:1]:  # an option may differ in consequence of one that was changed
             if one.name.startswith(OPTION) == of_options:
                 value, first = ("nothing more" if said is None else said for said in (one.value, one.first))

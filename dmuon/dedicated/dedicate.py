@@ -19,7 +19,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -48,7 +47,6 @@ from dmuon.dedicated.replicated import excluded_modules, held_by
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.dedicated.strategies import checked_strategy, chosen, with_strategies
-from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate
 from dmuon.model.matrix_spec import remember_spec
@@ -449,12 +447,5 @@ def _pack(inspected: Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torch
 
 
 def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
-    """Of the tensor-parallel rank with most: all of them merge the same blocks."""
-    numel = 0
-    for weight in weights:
-        param = weight.route.param
-        if isinstance(param, DTensor):
-            numel += layout_of(param.shape, [param.device_mesh.size()], param.placements).pieces[0].numel
-        else:
-            numel += param.numel()
-    return numel * dtype.itemsize
+    """Of whole weights: all tensor-parallel ranks, whose parts may differ, merge the same blocks."""
+    return sum(weight.route.param.numel() for weight in weights) * dtype.itemsize

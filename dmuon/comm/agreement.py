@@ -1,4 +1,19 @@
-"""Votes, and what else all ranks must agree on before any of them communicates."""
+"""Votes, and what else all ranks must agree on before any of them communicates.
+
+[Note: how a fault of one rank ends all]
+A rank that raises while others go into a collective leaves them there until a time limit. So there are three cases:
+
+1. *Before anything travels*, in what all ranks call together (``dedicate_params``, ``Muon(…)``, a load): a fault is
+   kept, not raised, and every rank comes to :func:`agree`, where all learn of it and raise. Whoever is behind the
+   exchange may communicate, since nobody has a fault. What lies over several groups is agreed on in each of them; then
+   once more, for those that came to their exchange before another group told of a fault.
+2. *While training*, nobody waits for an exchange of objects. What may differ between ranks (which gradients there are,
+   options, the collectives so far) is a few integers in a :class:`Vote`, a collective that is issued anyway. If these
+   differ, all ranks see it in the same result, and so may tell each other why, by further collectives.
+3. *A collective that fails*, or whose other ranks never come, raises where it is waited for, on each rank by itself.
+   Nothing tells the others. The ``Monitor`` of the model then starts nothing more, since what some ranks have sent may
+   still be taken for something else, and groups are made anew for other models.
+"""
 
 from __future__ import annotations
 

@@ -356,6 +356,8 @@ class Monitor:
         for work in launched if isinstance(launched, list) else (launched,):
             assert work is not None, "an asynchronous collective returns its work"
             works.append(work)
+        # Whoever started them may be gone before they have ended, as a model that is deleted; a back end of the CPU
+        # then reads memory that is nobody's.
         if self._keeps:
             _under_way.update(dict.fromkeys(works, self.name))
         pending = Pending(self, what, works)

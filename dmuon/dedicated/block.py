@@ -8,6 +8,11 @@ program's. So a pair of saved-tensor hooks is around the forward. Of a weight, o
 place in the buffer instead of the tensor. Whatever the graph asks back of this forward, weight or not, backward has
 come: the block is entered first, which unshards the weights and waits for them.
 
+Both ways in are needed. Where the last thing that a block does is checkpointed, nothing that is asked back first is of
+the block's own pair: only the hooks on its outputs put whole weights into the modules before it is computed again.
+Whichever way comes first enters the block, and the others find it at work. It is left when the gradients of its inputs
+are there, which a function around these tells; where no input needs a gradient, at the end of the backward.
+
 Torch calls the innermost pair only. What is no weight goes on to the pair that was outside, or checkpointing around
 the block would recompute nothing. Hooks of others inside the block are asked in place of these, and a graph then holds
 the weights themselves: ``OwnedBuffer.free`` sees that somebody does, and leaves the memory as it is.

@@ -3,6 +3,24 @@
 Every rank takes part in every reduction, with zeros where it has no gradient ([Note: one order of collectives]). What
 it receives for a parameter that it did not use is *undecided* until a vote has told whether any rank used it: then it
 is the gradient, otherwise ``grad`` stays None, as it would in one process.
+
+[Note: a backward on its streams]
+Of three blocks, of which the last one comes first. ``f`` is a fill, ``r`` a reduction along the row, ``c`` along the
+column of replicas, ``a`` the averages of what nobody shards, ``v`` the vote::
+
+    computes        | block 3 | pack 3, block 2 | pack 2, block 1 | pack 1 |         | hand over
+    fill_stream     | f2      | f1              |                 |        |         |
+    reduce_stream   |         | r3  c3          | r2  c2          | r1  c1 | a       |
+    votes                                                                  |       v |
+
+The stream that computes packs the gradients of a block and frees the whole ones; from then on the reduction has memory
+of its own. ``reduce_stream`` waits for the packing, then runs ``r`` and, behind it, ``c``, which reads what ``r`` has
+brought. Nobody waits for a reduction while blocks are left, unless ``outstanding_reductions`` are under way: then the
+computing stream waits for the oldest, up to the event behind its ``c``, and not for those that were queued later. When
+autograd has no work left, all reductions are waited for in the order in which they started; the averages start, and
+then the vote. So on every rank the order is that of the blocks, then the averages, then the vote, however long anything
+has taken. The computing stream alone puts a gradient on its parameter, after it has waited for the reduction: hooks,
+clipping and the step have nothing to wait for.
 """
 
 from __future__ import annotations
@@ -35,15 +53,9 @@ Landed = Callable[[Sequence[Tensor]], None]
 class GradReduction:
     """Averages the gradients of one buffer to their owners; a rank without a gradient contributes zeros.
 
-    What an owner receives becomes the gradient, without a copy where the dtypes agree.
-
-    The stream that computes backward packs the gradients into memory of the reduction's own, so that they can be freed
-    at once. The collectives are queued on ``reduce_stream``, behind that packing, and backward goes on. There are up to
-    two stages, along the row and along the column. The second reads what the first one brought, so it is queued behind
-    that, on the same stream. :meth:`finish` lets the computing stream wait for both stages and for nothing that was
-    queued later: otherwise each buffer would wait for the reductions of those behind it.
-
-    On the CPU, queuing the second stage waits for the first. So the next buffer, or the end of backward, advances it.
+    What an owner receives becomes the gradient, without a copy where the dtypes agree. There are up to two stages,
+    along the row and along the column ([Note: a backward on its streams]). On the CPU, queuing the second one waits for
+    the first. So the next buffer, or the end of backward, advances it.
 
     Args:
         origins: by ``id`` of whole weights, the streams on which their gradients came; those of this buffer are taken

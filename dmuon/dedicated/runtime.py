@@ -411,11 +411,17 @@ class Runtime:
                 buffer.gradients = GradState.WAITING
             return
         buffer.gradients = GradState.READY
+        # With the last block of the buffer that ran: the same one on all ranks, whichever of them got a gradient here.
         if not buffer.awaited:
             self.gradients.reduce(buffer)
 
     def _root_post_backward(self, backward: int) -> None:
-        """All gradients are reduced and visible when ``backward()`` returns."""
+        """All gradients are reduced and visible when ``backward()`` returns.
+
+        What blocks have started by themselves came in the order of this backward. What is left is started in the order
+        of the model, since the order in which gradients came here may be this rank's own; then all is waited for, and
+        averages and the vote follow ([Note: a backward on its streams]).
+        """
         for block in self.blocks:
             if block.backward == backward:
                 self._end_block(block)

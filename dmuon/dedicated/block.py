@@ -21,7 +21,7 @@ the weights themselves: ``OwnedBuffer.free`` sees that somebody does, and leaves
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -252,21 +252,12 @@ class _Boundary(torch.autograd.Function):
         return (None, *grads)
 
 
-Storages = dict[int, torch.UntypedStorage]
-
-
-def storages_of(buffers: Iterable[OwnedBuffer]) -> Storages:
-    """The memory of whole weights, as :class:`SavedTensors` knows it again."""
-    return {storage_id(storage): storage for buffer in buffers for storage in buffer.storages}
-
-
 class SavedTensors:
     """The pair of hooks of one forward of a block, around what this thread computes until :meth:`end`.
 
     Args:
         blocks: of the module, one for each dtype.
         generation: of their weights.
-        storages: the memory of these.
         enter: called of a block with its generation, before anything is handed back, if it is not at work with these
             weights: unshards them and waits for them.
 
@@ -276,12 +267,10 @@ class SavedTensors:
 
     __slots__ = ("_blocks", "_enter", "_generation", "_outside", "_storages", "any")
 
-    def __init__(
-        self, blocks: Sequence[Block], generation: int, storages: Storages, enter: Callable[[Block, int], None]
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], generation: int, enter: Callable[[Block, int], None]) -> None:
         self._blocks = blocks
         self._generation = generation
-        self._storages = storages
+        self._storages = {storage_id(storage): storage for block in blocks for storage in block.buffer.storages}
         self._enter = enter
         self._outside: SavedTensorHooks | None = saved_tensor_hooks()
         self.any = False

@@ -41,7 +41,7 @@ from dmuon.comm.context import Comm
 from dmuon.comm.monitor import Parts, Pending, Works, reduce, run_all, scratch
 from dmuon.dedicated.buffer import GradState, OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.replicated import GradAverager, ManagedModules
+from dmuon.dedicated.replicated import GradAverager
 from dmuon.kernels import streams_of
 from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import accumulation_hooks, local_tensor
@@ -217,16 +217,10 @@ class Gradients:
         listeners: called with the parameters of this owner whose gradients have just arrived, as long as they live.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        matrices: Sequence[OwnedMatrix],
-        managed: ManagedModules,
-        arrived: weakref.WeakMethod[Callable[[Tensor], None]],
-    ) -> None:
+    def __init__(self, comm: Comm, matrices: Sequence[OwnedMatrix], averager: GradAverager) -> None:
         self._comm = comm
         self._matrices = list(matrices)
-        self.averager = GradAverager(comm, matrices, managed, arrived)
+        self.averager = averager
         self.listeners: list[weakref.WeakMethod[Landed]] = []
         self._reductions: deque[GradReduction] = deque()
         self._undecided: list[tuple[OwnedMatrix, Tensor]] = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -149,7 +148,7 @@ class GradAverager:
     Args:
         owned: all that dmuon owns in the model.
         managed: the modules of the model.
-        on_gradient: called with a parameter whose gradient arrives. Of who holds this.
+        hook: called with a parameter whose gradient arrives.
 
     Attributes:
         params: on which all ranks agree, in registration order; plain, or DTensors that tensor parallelism split, whose
@@ -164,7 +163,7 @@ class GradAverager:
         comm: Comm,
         owned: Sequence[OwnedMatrix],
         managed: ManagedModules,
-        on_gradient: weakref.WeakMethod[Callable[[Tensor], None]],
+        hook: Callable[[Tensor], None],
     ) -> None:
         self.params: list[nn.Parameter] = []
         self.names: dict[int, str] = {}
@@ -174,7 +173,7 @@ class GradAverager:
         self._others: dict[int, Tensor] = {id(form): form for matrix in owned for form in (matrix.rest, matrix.full)}
         self._comm = comm
         self._managed = managed
-        self._on_gradient = on_gradient
+        self._hook = hook
         self.changed = False
         self._buckets: list[list[nn.Parameter]] = []
 
@@ -196,11 +195,9 @@ class GradAverager:
         self.looked = True
         for key in self._found.keys() - held.keys():
             self._found.pop(key)[1].remove()
-        # A weak reference, since the collector cannot see through such hooks and would never free the model.
-        hook = partial(_tell, self._on_gradient)
         ours = {key: param for key, param in held.items() if key not in self._others}
         self._found = {
-            key: self._found.get(key) or (param, param.register_post_accumulate_grad_hook(hook))
+            key: self._found.get(key) or (param, param.register_post_accumulate_grad_hook(self._hook))
             for key, param in ours.items()
         }
         self.names = {id(p): canonical_fqn(n) for n, p in self._managed.named_parameters() if id(p) in ours}
@@ -313,9 +310,3 @@ class GradAverager:
         """
         launched = [_Bucket(params, self._comm) for params in self._buckets]
         return [item for bucket in launched for item in bucket.finish()]
-
-
-def _tell(on_gradient: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -> None:
-    alive = on_gradient()
-    if alive is not None:
-        alive(param)

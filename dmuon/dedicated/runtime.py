@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any
@@ -26,22 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
-from dmuon.dedicated.block import (
-    Block,
-    OrderCheck,
-    Phase,
-    SavedTensors,
-    buffers_along,
-    mark_boundary,
-    storages_of,
-    tell_of_hooks,
-)
+from dmuon.dedicated.block import Block, OrderCheck, Phase, SavedTensors, buffers_along, mark_boundary, tell_of_hooks
 from dmuon.dedicated.buffer import BufferState, GradState, Publications
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_state import state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.replicated import ManagedModules
+from dmuon.dedicated.replicated import GradAverager, ManagedModules
 from dmuon.layout.topology import GlobalRank
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.streams import Origin
@@ -95,15 +86,16 @@ class Runtime:
         self._preceding: dict[Block, Block] = {}  # in forward; it comes after the other one in backward
         self._last: Block | None = None  # that ran in the present pass
         self.managed = ManagedModules(roots, self.blocks)
-        self.gradients = Gradients(
-            comm, list(self.matrices()), self.managed, weakref.WeakMethod(self._replicated_gradient_arrived)
-        )
+        # A weak reference, since the collector cannot see through such hooks and would never free the model.
+        hook = partial(_tell, weakref.WeakMethod(self._gradient_arrived))
+        matrices = list(self.matrices())
+        self.gradients = Gradients(comm, matrices, GradAverager(comm, matrices, self.managed, hook))
         self.order_check = OrderCheck(comm)
         of_module: dict[int, list[Block]] = {}  # one for each dtype
         for block in self.blocks:
             of_module.setdefault(id(block.module), []).append(block)
         # The first of them hooks what the graph saves, of the whole weights of all.
-        self._alike = {alike[0]: (alike, storages_of(one.buffer for one in alike)) for alike in of_module.values()}
+        self._alike = {alike[0]: alike for alike in of_module.values()}
         self.backwards: set[int] = set()
         self.publications = Publications(comm)
         self._has_root = "" in roots
@@ -113,6 +105,7 @@ class Runtime:
         self.by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
         self._buffer_of = {key: buffer for buffer in self.buffers for key in buffer.params}
         self._by_name = {matrix.fqn: matrix for matrix in self.matrices()}
+        self._block_of = {id(matrix.full): block for block in self.blocks for matrix in block.matrices}
         for matrix in self.matrices():
             matrix.rest.keeper = self
         for block in self.blocks:
@@ -120,8 +113,6 @@ class Runtime:
             assert module is not None
             module.register_forward_pre_hook(partial(self._pre_forward, block), with_kwargs=True)
             module.register_forward_hook(partial(self._post_forward, block), always_call=True)
-            # Weak references, since the collector cannot see through such hooks and would never free the model.
-            hook = partial(_notice, weakref.ref(self), weakref.ref(block))
             for matrix in block.matrices:
                 matrix.full.register_post_accumulate_grad_hook(hook)
 
@@ -298,8 +289,7 @@ class Runtime:
                     block.calls += not recomputes  # the graph of a recomputation may never be differentiated
         if trains and block in self._alike and not block.buffer.keep and saved_tensor_hooks_refusal() is None:
             # What the graph saves from now on comes back by way of the block: [Note: how backward enters a block].
-            alike, storages = self._alike[block]
-            block.saving.append(SavedTensors(alike, self.generation, storages, self._enter_by_saved))
+            block.saving.append(SavedTensors(self._alike[block], self.generation, self._pre_backward))
         return passed
 
     @outside_compile
@@ -309,7 +299,7 @@ class Runtime:
         if block.saving:
             saved = block.saving.pop()
             saved.end()
-            for one in self._alike[block][0] if error is None and saved.any else ():
+            for one in self._alike[block] if error is None and saved.any else ():
                 one.buffer.awaited.add(one.name)
             if error is not None:
                 tell_of_hooks(error, block.name)
@@ -341,6 +331,12 @@ class Runtime:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _pre_backward(self, block: Block, generation: int, _grad: Tensor | None = None) -> None:
+        """A gradient comes to what ``block`` has returned, or the graph asks back what a forward of it has saved."""
+        if current_backward() is None:
+            raise RuntimeError(
+                f"what block {block.name!r} has saved for backward was read outside of one, and its weights have "
+                "been freed; pass reshard_after_forward=False to dedicate_params to look at it"
+            )
         if block.phase is Phase.BACKWARD:
             return
         self._join_backward(block, generation)
@@ -348,15 +344,6 @@ class Runtime:
             self.was_entered = self.was_entered or matrix.rest.requires_grad
         self._last = None  # the next block that runs follows no other
         self._unshard(block, Phase.BACKWARD, self._preceding)
-
-    def _enter_by_saved(self, block: Block, generation: int) -> None:
-        """The graph asks back what a forward of ``block`` has saved, and the block is not at work."""
-        if current_backward() is None:
-            raise RuntimeError(
-                f"what block {block.name!r} has saved for backward was read outside of one, and its weights have "
-                "been freed; pass reshard_after_forward=False to dedicate_params to look at it"
-            )
-        self._pre_backward(block, generation)
 
     def _join_backward(self, block: Block, generation: int) -> None:
         """The backward pass that runs now has come to ``block``, to a forward of ``generation``.
@@ -385,9 +372,16 @@ class Runtime:
             on_backward_end(partial(self._root_post_backward, backward))
         return backward
 
-    def _replicated_gradient_arrived(self, param: Tensor) -> None:
-        self._begin_backward()
-        self.gradients.averager.arrived(param)
+    def _gradient_arrived(self, param: Tensor) -> None:
+        """The gradient of what is replicated, or of a whole weight, perhaps by a way that no hook of its block saw."""
+        block = self._block_of.get(id(param))
+        if block is None:
+            self._begin_backward()
+            self.gradients.averager.arrived(param)
+            return
+        self.gradients.origins[id(param)] = Origin(self.comm.device)
+        if block.backward is None:
+            self._join_backward(block, block.generation)
 
     def _post_backward(self, block: Block) -> None:
         if block.phase is not Phase.BACKWARD:
@@ -458,14 +452,10 @@ class Runtime:
         run_all([self.gradients.discard, *(buffer.free for buffer in self.buffers)])
 
 
-def _notice(of_runtime: weakref.ref[Runtime], of_block: weakref.ref[Block], whole: Tensor) -> None:
-    """``whole``, a weight of a block, has a gradient, perhaps by a way that the block's hooks did not see."""
-    runtime, block = of_runtime(), of_block()
-    if runtime is None or block is None:
-        return
-    runtime.gradients.origins[id(whole)] = Origin(runtime.comm.device)
-    if block.backward is None:
-        runtime._join_backward(block, block.generation)
+def _tell(arrived: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -> None:
+    alive = arrived()
+    if alive is not None:
+        alive(param)
 
 
 def runtime_of(param: Tensor) -> Runtime | None:

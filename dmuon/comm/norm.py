@@ -124,12 +124,10 @@ class WholeNorm(Tensor):
         return out.as_subclass(cls) if func is Tensor.to else out  # which comes before torch stacks them
 
     def full_tensor(self, **_: Any) -> Tensor:
-        """As a plain tensor."""
+        """As a plain tensor: no rank has a part of the number."""
         return self.clone()
 
-    def to_local(self, **_: Any) -> Tensor:
-        """The same: no rank has a part of the number."""
-        return self.clone()
+    to_local = full_tensor
 
     def redistribute(self, *_: Any, **__: Any) -> WholeNorm:
         """This norm."""

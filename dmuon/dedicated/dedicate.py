@@ -205,7 +205,13 @@ def dedicate_params(
     routes: Sequence[Route] = ()
     try:
         inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
-        context, seats = _connect(mesh, topology, group, options, inspected, seats)
+        topology = topology.with_tensor_parallel([split_over for _, split_over, _ in seats])
+        control = group
+        if topology.tensor > 1:
+            control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
+            # Before the other groups: which are made goes by the options.
+            seats = require_same(control, None, inspected.description, inspected.seat)
+        context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
         ns = NsOptions.named(ns_options)
 
         def planned(matrices: Sequence[Matrix], before: Sequence[int] | None = None) -> OwnerPlan:
@@ -354,29 +360,6 @@ def _agree(
         raise fault
     assert isinstance(inspected, Inspected)
     return inspected, seats
-
-
-def _connect(
-    mesh: DeviceMesh,
-    topology: Topology,
-    group: dist.ProcessGroup,
-    options: CommOptions,
-    inspected: Inspected,
-    seats: list[Seat],
-) -> tuple[Comm, list[Seat]]:
-    """Compare the models of all tensor-parallel ranks too, and make the process groups.
-
-    Returns:
-        What blocks need to communicate, and the seat of every rank.
-    """
-    topology = topology.with_tensor_parallel([ranks for _, ranks, _ in seats])
-    control = group
-    if topology.tensor > 1:
-        control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
-        # Before the other groups: which are made goes by the options.
-        seats = require_same(control, None, inspected.description, inspected.seat)
-    context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
-    return context, seats
 
 
 def _own(

@@ -1,4 +1,19 @@
-"""Votes, and what else all ranks must agree on before any of them communicates."""
+"""Votes, and what else all ranks must agree on before any of them communicates.
+
+[Note: how a fault of one rank ends all]
+A rank that raises while others go into a collective leaves them there until a time limit. So there are three cases:
+
+1. *Before anything travels*, in what all ranks call together (``dedicate_params``, ``Muon(…)``, a load): a fault is
+   kept, not raised, and every rank comes to :func:`agree`, where all learn of it and raise. Whoever is behind the
+   exchange may communicate, since nobody has a fault. What lies over several groups is agreed on in each of them; then
+   once more, for those that came to their exchange before another group told of a fault.
+2. *While training*, nobody waits for an exchange of objects. What may differ between ranks (which gradients there are,
+   options, the collectives so far) is a few integers in a :class:`Vote`, a collective that is issued anyway. If these
+   differ, all ranks see it in the same result, and so may tell each other why, by further collectives.
+3. *A collective that fails*, or whose other ranks never come, raises where it is waited for, on each rank by itself.
+   Nothing tells the others. The ``Monitor`` of the model then starts nothing more, since what some ranks have sent may
+   still be taken for something else, and groups are made anew for other models.
+"""
 
 from __future__ import annotations
 
@@ -92,10 +107,8 @@ class Vote:
         # On a stream of its own: nothing may wait for an all-gather that is stuck.
         with suppress(CollectiveError), Stream(self._monitor.device, priority=-1).alone():
             found = _differing(self._group, noted, (f"{LANE}vote", OPTION, f"{LANE}step"))
-        if not found:
-            self._monitor.disagree("which ones is not known", of_options=False)
-        of_options = found[0].name.startswith(OPTION)
-        told = []
+        of_options = bool(found) and found[0].name.startswith(OPTION)
+        told = [] if found else ["which ones is not known"]
         for one in found if of_options else found[:1]:  # an option may differ in consequence of one that was changed
             if one.name.startswith(OPTION) == of_options:
                 value, first = ("nothing more" if said is None else said for said in (one.value, one.first))
@@ -149,25 +162,6 @@ class Difference:
     rank: GlobalRank
     value: str | None
     first: str | None
-
-
-def require_no_fault(group: dist.ProcessGroup, error: Exception | str | None, device: torch.device) -> None:
-    """:func:`agree` where that is asked often, and there is nothing but faults to exchange: one number for each rank.
-
-    Raises:
-        ValueError, CollectiveError: as :func:`agree`.
-    """
-    faulty = torch.tensor(error is not None, dtype=torch.int32, device=device)
-    try:
-        with named(f"the exchange of whether ranks {list(ranks_of(group))} have a fault"):
-            dist.all_reduce(faulty, dist.ReduceOp.MAX, group=group)
-            found = bool(faulty)
-    except CollectiveError as fault:
-        if error is None:
-            raise
-        raise CollectiveError(f"{fault}. This rank would have reported: {error}") from fault.__cause__
-    if found:
-        agree(group, error)
 
 
 def differences(

@@ -3,6 +3,18 @@
 An all-to-all brings each owner the pieces of its matrices. Another one brings the updates back to the ranks of the copy
 that the owner has part in: the owner sends each part once. From there it goes on to the ranks that hold the same part
 in the other copies: they are a *line*.
+
+[Note: an exchange and its memory]
+Of two rounds, on a device; ``g`` gathers pieces, ``s`` scatters updates::
+
+    computes         | pack g1 | pack g2 | NS 1, pack s1 | NS 2, pack s2 | apply 1 | apply 2
+    of the back end  |         | g1      | g2            | s1            | s2      |
+
+Whoever packs goes on at once: the back end's stream waits for the packing, not the reverse. What is sent and what is
+received stays referenced by the ``Redistribution`` or ``Copying``, until ``wait`` has let the computing stream wait for
+the collective; only what is queued behind that may get the memory. All collectives of a domain, votes and norms too, go
+over one group and in one order, that of the rounds; those of lines and teams come in the same order, over groups of
+their own. A rank that has nothing to send or to get takes part all the same.
 """
 
 from __future__ import annotations
@@ -238,12 +250,8 @@ def _blocks(piece: Piece) -> list[_Block]:
 class Redistribution:
     """Matrices on their way, in one direction or the other.
 
-    Each rank sends what it has to those who want it. Collective over the domain, in one order on all ranks.
-
-    The stream that computes packs what is sent, and goes on. The back end's stream waits for that packing, and then
-    reads what is sent and writes what is received, whenever the other ranks have come. Both tensors live until
-    :meth:`wait` has let the computing stream wait for the collective: only what is queued behind that may get their
-    memory. What this rank keeps of its own travels nowhere, and is used as it is.
+    Each rank sends what it has to those who want it. Collective over the domain, in one order on all ranks: [Note: an
+    exchange and its memory]. What this rank keeps of its own travels nowhere, and is used as it is.
 
     Args:
         tensors: by number, ``(count, …)`` of what this rank has, in the dtype of ``like``.

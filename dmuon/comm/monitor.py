@@ -13,7 +13,7 @@ import weakref
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -168,19 +168,19 @@ _waits: set[Wait] = set()
 _watcher: threading.Thread | None = None
 
 
-def begin_wait(what: str, key: str, ranks: Sequence[int]) -> Wait:
-    """Note that this rank waits. A thread looks at what was noted every few seconds; a step pays for the note alone."""
+@contextmanager
+def waiting(what: str, key: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Inside, this rank waits. A thread looks at who does every few seconds; a step pays for the note alone."""
     global _watcher
     wait = Wait(what, key, ranks)
     _waits.add(wait)
     if _watcher is None or not _watcher.is_alive():
         _watcher = threading.Thread(target=_watch, name="dmuon-waits", daemon=True)
         _watcher.start()
-    return wait
-
-
-def end_wait(wait: Wait) -> None:
-    _waits.discard(wait)
+    try:
+        yield
+    finally:
+        _waits.discard(wait)
 
 
 def _of_torch() -> str | None:
@@ -210,10 +210,11 @@ def _watch() -> None:
             before, used = used, time.clock_gettime(clock)
             what = _of_torch() if used - before < 0.02 * _POLL_SECONDS and not _waits - {of_torch} else None
             if of_torch is not None and of_torch.what != what:
-                end_wait(of_torch)
+                _waits.discard(of_torch)
                 of_torch = None
             if of_torch is None and what is not None:
-                of_torch = begin_wait(what, what, range(dist.get_world_size()))
+                of_torch = Wait(what, what, range(dist.get_world_size()))
+                _waits.add(of_torch)
             for over in marked - _waits:
                 marked.discard(over)
                 default_store().delete_key(f"{over.key} {dist.get_rank()}")
@@ -256,13 +257,12 @@ class Pending:
         """
         works, self._works = self._works, []
         fault: Exception | None = None
-        wait = self._monitor.note_wait(self._what)
-        for work in works:
-            try:
-                work.wait()
-            except Exception as error:  # of whatever kind a back end raises
-                fault = fault or error
-        end_wait(wait)
+        with self._monitor.waiting(self._what):
+            for work in works:
+                try:
+                    work.wait()
+                except Exception as error:  # of whatever kind a back end raises
+                    fault = fault or error
         if fault is not None:  # some may go on
             self._monitor.fail(self._what, fault)
         for work in works:
@@ -356,6 +356,8 @@ class Monitor:
         for work in launched if isinstance(launched, list) else (launched,):
             assert work is not None, "an asynchronous collective returns its work"
             works.append(work)
+        # Whoever started them may be gone before they have ended, as a model that is deleted; a back end of the CPU
+        # then reads memory that is nobody's.
         if self._keeps:
             _under_way.update(dict.fromkeys(works, self.name))
         pending = Pending(self, what, works)
@@ -375,19 +377,17 @@ class Monitor:
         """Around a blocking collective."""
         if self._journal.broken is not None:
             self._refuse(what)
-        wait = self.note_wait(what)
         try:
-            yield
+            with self.waiting(what):
+                yield
         except (CollectiveError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             self.fail(what, error)
-        finally:
-            end_wait(wait)
 
-    def note_wait(self, what: str) -> Wait:
-        """Note that the host waits for a collective, so that the log can say who has not come."""
-        return begin_wait(what, f"{self.name} {self.step} {what}", self._ranks)
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Inside, the host waits for a collective, so that the log can say who has not come."""
+        return waiting(what, f"{self.name} {self.step} {what}", self._ranks)
 
     def note(self, lane: str, what: str) -> None:
         """Remember what all ranks do in one order, whether or not it communicates."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from dmuon.comm.monitor import begin_wait, end_wait
+from dmuon.comm.monitor import waiting
 from dmuon.comm.process_groups import named, ranks_of
 from dmuon.platform.torch_private import local_tensor, without_torch_function
 
@@ -85,12 +85,11 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
         what: is asked for, for the message of a failure.
     """
     ranks = ranks_of(group)
-    wait = begin_wait(f"the {what} of tensors", f"{group.group_name} {what}", ranks)
-    try:
-        with named(f"the {what} of tensors that ranks {list(ranks)} hold together"):
-            dist.all_reduce(tensor, op, group=group)
-    finally:
-        end_wait(wait)
+    with (
+        waiting(f"the {what} of tensors", f"{group.group_name} {what}", ranks),
+        named(f"the {what} of tensors that ranks {list(ranks)} hold together"),
+    ):
+        dist.all_reduce(tensor, op, group=group)
 
 
 # -- of tensors that lie on several ranks ------------------------------------------------------------------------------
@@ -125,12 +124,10 @@ class WholeNorm(Tensor):
         return out.as_subclass(cls) if func is Tensor.to else out  # which comes before torch stacks them
 
     def full_tensor(self, **_: Any) -> Tensor:
-        """As a plain tensor."""
+        """As a plain tensor: no rank has a part of the number."""
         return self.clone()
 
-    def to_local(self, **_: Any) -> Tensor:
-        """The same: no rank has a part of the number."""
-        return self.clone()
+    to_local = full_tensor
 
     def redistribute(self, *_: Any, **__: Any) -> WholeNorm:
         """This norm."""

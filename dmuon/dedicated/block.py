@@ -8,6 +8,11 @@ program's. So a pair of saved-tensor hooks is around the forward. Of a weight, o
 place in the buffer instead of the tensor. Whatever the graph asks back of this forward, weight or not, backward has
 come: the block is entered first, which unshards the weights and waits for them.
 
+Both ways in are needed. Where the last thing that a block does is checkpointed, nothing that is asked back first is of
+the block's own pair: only the hooks on its outputs put whole weights into the modules before it is computed again.
+Whichever way comes first enters the block, and the others find it at work. It is left when the gradients of its inputs
+are there, which a function around these tells; where no input needs a gradient, at the end of the backward.
+
 Torch calls the innermost pair only. What is no weight goes on to the pair that was outside, or checkpointing around
 the block would recompute nothing. Hooks of others inside the block are asked in place of these, and a graph then holds
 the weights themselves: ``OwnedBuffer.free`` sees that somebody does, and leaves the memory as it is.
@@ -16,9 +21,9 @@ the weights themselves: ``OwnedBuffer.free`` sees that somebody does, and leaves
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,7 +170,7 @@ class OrderCheck:
         self._comm = comm
         self._ran: set[Block] = set()
         self._compared = 0  # how many fills were
-        self._vote: Vote | None = None  # that is under way
+        self._vote: Vote | None = None  # the last one
 
     def restart(self) -> None:
         """Another pass begins at the root."""
@@ -188,15 +193,11 @@ class OrderCheck:
         if row is None or fills == self._compared:
             return
         self._compared = fills
-        self._conclude()
+        if self._vote is not None:
+            self._vote.result()
         self._vote = Vote((), row.gradients.group, self._comm.monitor, "comparison of blocks that ran")
         if self._vote.immediate:
-            self._conclude()
-
-    def _conclude(self) -> None:
-        vote, self._vote = self._vote, None
-        if vote is not None:
-            vote.result()
+            self._vote.result()
 
 
 def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:
@@ -251,40 +252,12 @@ class _Boundary(torch.autograd.Function):
         return (None, *grads)
 
 
-@dataclass(frozen=True, slots=True)
-class _Weight:
-    """Where a weight, or a view of one, lies. It holds the storage, which has no memory once the block is freed."""
-
-    storage: torch.UntypedStorage
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    spec: DTensorSpec | None  # of tensor parallelism
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedOutside:
-    """What the pair of hooks outside has made of a tensor."""
-
-    packed: Any
-
-
-Storages = dict[int, torch.UntypedStorage]
-
-
-def storages_of(buffers: Iterable[OwnedBuffer]) -> Storages:
-    """The memory of whole weights, as :class:`SavedTensors` knows it again."""
-    return {storage_id(storage): storage for buffer in buffers for storage in buffer.storages}
-
-
 class SavedTensors:
     """The pair of hooks of one forward of a block, around what this thread computes until :meth:`end`.
 
     Args:
         blocks: of the module, one for each dtype.
         generation: of their weights.
-        storages: the memory of these.
         enter: called of a block with its generation, before anything is handed back, if it is not at work with these
             weights: unshards them and waits for them.
 
@@ -294,12 +267,10 @@ class SavedTensors:
 
     __slots__ = ("_blocks", "_enter", "_generation", "_outside", "_storages", "any")
 
-    def __init__(
-        self, blocks: Sequence[Block], generation: int, storages: Storages, enter: Callable[[Block, int], None]
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], generation: int, enter: Callable[[Block, int], None]) -> None:
         self._blocks = blocks
         self._generation = generation
-        self._storages = storages
+        self._storages = {storage_id(storage): storage for block in blocks for storage in block.buffer.storages}
         self._enter = enter
         self._outside: SavedTensorHooks | None = saved_tensor_hooks()
         self.any = False
@@ -317,7 +288,8 @@ class SavedTensors:
         else:  # below others for good: from now on it only passes on
             self._storages, self._blocks = {}, ()
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What gives ``tensor`` back, once the block is at work."""
         self.any = True
         local = local_tensor(tensor)
         if local.layout is torch.strided and not (local.is_conj() or local.is_neg()):  # a place does not say that
@@ -325,33 +297,46 @@ class SavedTensors:
             if storage is not None:
                 offset, size, stride = int(local.storage_offset()), local.size(), local.stride()
                 spec = None if local is tensor else spec_of_dtensor(tensor)
-                return _Weight(storage, local.dtype, offset, size, stride, spec)
+                return partial(_weight, storage, local.dtype, offset, size, stride, spec)
         if self._outside is not None:
-            return _PackedOutside(self._outside[0](tensor))
+            pack, unpack = self._outside
+            return partial(unpack, pack(tensor))
         # With hooks torch does not look whether what was saved has changed, so this does. A result that is kept with
         # its graph would hold the node that holds it; what is detached has the same version counter.
-        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+        return partial(_unchanged, tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def _unpack(self, packed: Callable[[], Tensor]) -> Tensor:
         for block in self._blocks:
             if block.phase not in AT_WORK or block.buffer.generation != self._generation:
                 self._enter(block, self._generation)
-        if isinstance(packed, _Weight):
-            local = torch.empty(0, dtype=packed.dtype, device=packed.storage.device)
-            local.set_(packed.storage, packed.offset, packed.size, packed.stride)
-            return local if packed.spec is None else with_spec(local, packed.spec)
-        if isinstance(packed, _PackedOutside):
-            assert self._outside is not None, "it has packed this"
-            unpacked: Tensor = self._outside[1](packed.packed)
-            return unpacked
-        tensor: Tensor
-        tensor, version = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place: it is at version "
-                f"{tensor._version}, and was saved at version {version}; change a copy of it in forward"
-            )
-        return tensor
+        return packed()
+
+
+def _weight(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: torch.Size,
+    stride: tuple[int, ...],
+    spec: DTensorSpec | None,
+) -> Tensor:
+    """A weight, or a view of one, at its place in a buffer, which has no memory while the block is freed.
+
+    Args:
+        spec: of tensor parallelism.
+    """
+    local = torch.empty(0, dtype=dtype, device=storage.device)
+    local.set_(storage, offset, size, stride)
+    return local if spec is None else with_spec(local, spec)
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place: it is at version "
+            f"{tensor._version}, and was saved at version {version}; change a copy of it in forward"
+        )
+    return tensor
 
 
 def tell_of_hooks(error: BaseException, block: str) -> None:

@@ -6,6 +6,26 @@ resting form) raises it, and values are never compared. A buffer remembers of wh
 which its stand-ins are. Before each use it is filled again unless that is the runtime's, so no forward or backward
 computes with weights that are out of date, whoever changed them. The number depends only on what all ranks do alike,
 hence all of them fill, or none.
+
+[Note: from a step to the next forward]
+With replicas of shards, ``u`` updates masters, ``p`` publishes along the column, ``f`` fills along the row::
+
+    computes         | u1 | u2 | u3     | forward 1 | forward 2 | …
+    publish_stream   |    | p1 | p2  p3 |           |
+    fill_stream      |         | f1     | f2        | f3
+
+A publication reads masters: it waits for what the computing stream has queued by then, which is their update, and what
+is queued later may write them only after it has read (``Runtime.before_write``). Of weights that are freed it sends
+from memory of its own and arrives in stand-ins, so that it depends on no fill, and a buffer may be freed and filled
+meanwhile; of those that are kept it goes from buffer to buffer. A fill waits for the publication of its own buffer, and
+for what was queued so far, since the memory may have come from the block before; then it copies masters and stand-ins
+into their slots and gathers. A forward waits for the fill of its own block alone. Publications and fills have streams
+and process groups of their own, or the first fill would wait behind all publications.
+
+Which of them start, and when, follows from the order of the last forward and from the options ([Note: one order of
+collectives]): a buffer whose masters are up to date early waits for its turn. A buffer is freed by the computing
+stream, which by then has waited for all that was queued on its memory; where a user computes on another stream,
+``Origin`` lets the stream that gets the memory back wait for that one.
 """
 
 from __future__ import annotations
@@ -64,11 +84,7 @@ class OwnedBuffer:
     updated along the columns, to the other replicas: into stand-ins, or, where whole weights stay in memory, straight
     into the buffer. Filling gathers the buffer along the rows.
 
-    A fill runs on ``fill_stream``, beside the block that computes. That stream first waits for what was queued so far,
-    since the memory may have come from the block before; then it copies masters into their slots and gathers.
-    :meth:`finish_fill` lets the computing stream wait for it. Publications have a stream of their own, as they must not
-    wait behind fills. Both read masters after the call has returned: ``Runtime.before_write`` lets whoever changes
-    masters wait for both.
+    Both go on after the call that started them: [Note: from a step to the next forward].
 
     Its views are made once; freeing and allocating resizes the storage beneath them. While it has users, nothing may
     fill or free it.
@@ -83,7 +99,7 @@ class OwnedBuffer:
         users: blocks that compute with the weights, and for what, as in "… changed or were dropped while …".
         awaited: blocks that a backward has yet to come through: the graph of a forward has saved something.
         gradients: of all matrices.
-        spans: of each matrix its parts, and where they lie in the buffer.
+        placed: of each matrix its parts, and where they lie in the buffer.
         own_spans: of each matrix, where the parts that this rank owns lie in all that it owns.
         params: the resting forms, by ``id``.
         storages: the memory of the whole weights.
@@ -136,7 +152,7 @@ class OwnedBuffer:
         made = sum(local_tensor(weight.route.param).numel() for weight in weights if not weight.parts[0].is_whole)
         self._assembled = torch.empty(made, dtype=comm_dtype, device=comm.device)
         self.matrices: list[OwnedMatrix] = []
-        self.spans: list[tuple[OwnedMatrix, Part, tuple[int, int]]] = []
+        self.placed: list[list[tuple[Part, tuple[int, int]]]] = []
         self._assembly: list[tuple[Tensor, Tensor]] = []  # parts of tensors that are made of several, and their slots
         self._scattered: list[tuple[Tensor, Part, Tensor]] = []  # tensors, parts that are no one slice, and their slots
         slots, begin = iter(self.layout.slots), 0
@@ -156,7 +172,7 @@ class OwnedBuffer:
                         self._scattered.append((whole, part, slot))
             matrix = own(weight, whole, master, comm)
             self.matrices.append(matrix)
-            self.spans += [(matrix, part, span) for part, span in placed]
+            self.placed.append(placed)
         self.params = frozenset(id(matrix.rest) for matrix in self.matrices)
         # What this rank owns: masters, slots of them, and where these are in the rank's own part of the buffer.
         self._masters: list[Tensor] = []
@@ -164,14 +180,12 @@ class OwnedBuffer:
         self.own_spans: list[tuple[OwnedMatrix, list[tuple[int, int]]]] = []
         start, end = column[comm.at.r]
         self._own_numel = end - start
-        span_of = {id(part): span for _, part, span in self.spans}
-        for matrix in self.matrices:
-            self.own_spans.append((matrix, []))
-            for part, master in matrix.pieces(matrix.master):
-                a, b = span_of[id(part)]
+        for matrix, placed in zip(self.matrices, self.placed, strict=True):
+            mine = [span for part, span in placed if part.owner == comm.position]
+            self.own_spans.append((matrix, [(a - start, b - start) for a, b in mine]))
+            for (part, master), (a, b) in zip(matrix.pieces(matrix.master), mine, strict=True):
                 self._masters.append(master)
                 self._own_slots.append(self._buffer[a:b].view(part.local_shape))
-                self.own_spans[-1][1].append((a - start, b - start))
         self.storages = [tensor.untyped_storage() for tensor in (self._buffer, self._assembled)]
         self._wholes = [matrix.full for matrix in self.matrices]
         self._holders: int | None = None  # of all these, before anything was computed with them
@@ -236,7 +250,8 @@ class OwnedBuffer:
         stream = nullcontext() if comm.row is None and comm.column is None else comm.fill_stream.beside()
         with record_function(f"dmuon::fill {self.name}"), torch.no_grad(), stream:
             if comm.row is not None or comm.column is None:
-                # The row gets this rank's masters, and its stand-ins for those of other replicas.
+                # The row gets this rank's masters, and its stand-ins for those of other replicas. It is the stream of
+                # fills that waits for the publication here; what computes goes on.
                 pending, self._publication = self._publication, None
                 if pending is not None:
                     pending.wait()

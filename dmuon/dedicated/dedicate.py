@@ -8,8 +8,7 @@ agreed, a fault is carried to the others instead of being raised, since they wou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from socket import gethostname
 from typing import Any, TypeVar
@@ -20,7 +19,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -45,11 +43,10 @@ from dmuon.dedicated.inspection import (
 )
 from dmuon.dedicated.matrix import OwnedMatrix, Weight, parts_of, resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.replicated import excluded_modules
+from dmuon.dedicated.replicated import excluded_modules, held_by
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.dedicated.strategies import checked_strategy, chosen, with_strategies
-from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.matrix_spec import remember_spec
@@ -143,8 +140,8 @@ def dedicate_params(
         comm: transport, prefetching, merging of small blocks, timeout; changes no result.
         initialize: ``initialize(module)`` gives values to the tensors that a module itself holds, for a model on the
             meta device, such as a transformers model's ``_init_weights``; default: ``module.reset_parameters()``.
-            Rank 0 calls it for some modules at a time, in the order of ``model.modules()``, and every rank keeps what
-            it owns and what nobody owns: none ever holds the whole model. What it leaves alone is NaN, until a
+            Rank 0 calls it for one module after the other, in the order of ``model.modules()``, and every rank keeps
+            what it owns and what nobody owns: none ever holds the whole model. What it leaves alone is NaN, until a
             checkpoint is loaded. What writes to other modules' tensors is refused.
         ns_coefficients, ns_steps, ns_dtype: as of ``dmuon.Muon``, which takes them from here and refuses others. Costs
             are those of this run. None leaves them to the optimizer, and plans by its defaults.
@@ -193,30 +190,29 @@ def dedicate_params(
         roots = checked_roots(model)
         whole = roots[""] if "" in roots else nn.ModuleList(roots.values())
         check_initialize(whole, initialize)
-        excluded = excluded_modules(whole)
         require_fitting("strategy", ways, [canonical_fqn(name) for name, _ in whole.named_parameters()])
-        theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+        theirs = held_by(excluded_modules(whole))
         routes = with_strategies(route_to_blocks(whole, select, blocks, exclude, theirs), ways)
         for route in routes:
             if route.muon:
                 remember_spec(route.param, route.spec, route.fault)
-        check_parameters(whole, routes, topology.ranks)
+        check_parameters(whole, theirs, routes, topology.ranks)
         tensor_mesh = tensor_mesh_of(routes)
         split_over = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
         seat = (gethostname(), split_over, planned_ns(inner.runtime for inner in dedications(whole)))
-        return Inspected(
-            roots,
-            whole,
-            routes,
-            policy,
-            tensor_mesh,
-            describe(whole, excluded, routes, common | places_in(whole)),
-            seat,
-        )
+        description = describe(whole, theirs, routes, common | places_in(whole))
+        return Inspected(roots, whole, routes, policy, tensor_mesh, description, seat)
 
+    routes: Sequence[Route] = ()
     try:
         inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
-        context, seats = _connect(mesh, topology, group, options, inspected, seats)
+        topology = topology.with_tensor_parallel([split_over for _, split_over, _ in seats])
+        control = group
+        if topology.tensor > 1:
+            control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
+            # Before the other groups: which are made goes by the options.
+            seats = require_same(control, None, inspected.description, inspected.seat)
+        context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
         ns = NsOptions.named(ns_options)
 
         def planned(matrices: Sequence[Matrix], before: Sequence[int] | None = None) -> OwnerPlan:
@@ -238,14 +234,17 @@ def dedicate_params(
         result = planned(inspected.matrices())
         if any(route.strategy == "auto" for route in inspected.routes):
             inspected, result = chosen(inspected, result, planned, context, costs, ns, 2 + reshard_after_forward)
-        with _all_or_nothing(inspected.routes):
-            _own(inspected, result, context, initialize, ns_options, keep=not reshard_after_forward)
-        _watch_optimizers()
-        _watched.add("step")
-        _tell(inspected.routes, result, context, "are freed" if reshard_after_forward else "stay")
+        routes = inspected.routes
+        _own(inspected, result, context, initialize, ns_options, keep=not reshard_after_forward)
     except BaseException:
+        for route in routes:  # modules hold their own again: a model of which dmuon owns a part is of no use
+            for module, name in route.sites:
+                module._parameters[name] = route.param
         forget_groups()  # on all ranks: one of them may have been interrupted while something was under way
         raise
+    _watch_optimizers()
+    _watched.add("step")
+    _tell(routes, result, context, "are freed" if reshard_after_forward else "stay")
     return result
 
 
@@ -364,41 +363,6 @@ def _agree(
     return inspected, seats
 
 
-def _connect(
-    mesh: DeviceMesh,
-    topology: Topology,
-    group: dist.ProcessGroup,
-    options: CommOptions,
-    inspected: Inspected,
-    seats: list[Seat],
-) -> tuple[Comm, list[Seat]]:
-    """Compare the models of all tensor-parallel ranks too, and make the process groups.
-
-    Returns:
-        What blocks need to communicate, and the seat of every rank.
-    """
-    topology = topology.with_tensor_parallel([ranks for _, ranks, _ in seats])
-    control = group
-    if topology.tensor > 1:
-        control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
-        # Before the other groups: which are made goes by the options.
-        seats = require_same(control, None, inspected.description, inspected.seat)
-    context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
-    return context, seats
-
-
-@contextmanager
-def _all_or_nothing(routes: Sequence[Route]) -> Iterator[None]:
-    """Whatever fails, modules hold their own parameters again: a model of which dmuon owns a part is of no use."""
-    try:
-        yield
-    except BaseException:
-        for route in routes:
-            for module, name in route.sites:
-                module._parameters[name] = route.param
-        raise
-
-
 def _own(
     inspected: Inspected,
     plan: OwnerPlan,
@@ -467,12 +431,5 @@ def _pack(inspected: Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torch
 
 
 def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
-    """Of the tensor-parallel rank with most: all of them merge the same blocks."""
-    numel = 0
-    for weight in weights:
-        param = weight.route.param
-        if isinstance(param, DTensor):
-            numel += layout_of(param.shape, [param.device_mesh.size()], param.placements).pieces[0].numel
-        else:
-            numel += param.numel()
-    return numel * dtype.itemsize
+    """Of whole weights: all tensor-parallel ranks, whose parts may differ, merge the same blocks."""
+    return sum(weight.route.param.numel() for weight in weights) * dtype.itemsize

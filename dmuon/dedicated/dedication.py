@@ -26,7 +26,7 @@ from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import BufferState, GradState
 from dmuon.dedicated.matrix import OwnedMatrix, Part, as_dtensor, of_elements, of_rows, resting, whole_parameter
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
-from dmuon.dedicated.owned_tensor import OwnedTensor, owned_like
+from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Parcel, Region
@@ -48,22 +48,15 @@ class Dedication:
 
     Attributes:
         is_list: it is of several modules, or of a list of one.
-        leaves: some matrices have no owner, but another strategy.
     """
 
-    def __init__(
-        self,
-        roots: Mapping[str, nn.Module],
-        routes: Sequence[Route],
-        runtime: Runtime,
-    ) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module], routes: Sequence[Route], runtime: Runtime) -> None:
         self.plan = runtime.plan
         self.runtime = runtime
         # Without the parameters, which routes would keep alive.
         self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}
         self._originals = [weakref.ref(r.param) for r in routes if r.block is not None]
         self.is_list = "" not in roots
-        self.leaves = any(route.strategy != "owner" for route in routes)
         self._prefixes = weakref.WeakKeyDictionary({unwrapped(root): prefix for prefix, root in roots.items()})
         for root in roots.values():
             mark(root, self)
@@ -114,7 +107,7 @@ def left_to_others() -> dict[int, tuple[str, dist.ProcessGroup]]:
     """By ``id``, what dedicated models have given no owner: its strategy, and the ranks that average its gradients."""
     found: dict[int, tuple[str, dist.ProcessGroup]] = {}
     for root in living():
-        if (dedication := dedication_of(root)) is not None and dedication.leaves:
+        if (dedication := dedication_of(root)) is not None:
             left = [route for route in dedication.routes(root) if route.strategy != "owner"]
             found |= {id(route.param): (route.strategy, dedication.runtime.comm.group) for route in left}
     return found
@@ -219,19 +212,13 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
         block.summon(of_block)
     try:
         yield
-        present = [(block.buffer.comm, matrix) for block in blocks for matrix in block.matrices]
-        edited = [(comm, matrix, _edited(matrix)) for comm, matrix in present]
+        edited = [(matrix, _edited(matrix)) for block in blocks for matrix in block.matrices]
     finally:
         for block in blocks:
             block.rest()
     if writeback:
-        for runtime in runtimes:
-            runtime.before_write()
-        with torch.no_grad():
-            for _, matrix, param in edited:
-                matrix.master.copy_(matrix.own_part(local_tensor(param)))
-        for runtime in runtimes:
-            runtime.weights_changed()
+        for matrix, param in edited:
+            matrix.write(matrix.own_part(local_tensor(param)))
 
 
 def _edited(matrix: OwnedMatrix) -> nn.Parameter:
@@ -449,7 +436,7 @@ class Dedicated(Residency):
         if id(param) in self._of_moments:
             return param
         matrix = self._runtime.by_rest[id(param)]
-        return owned_like(matrix.rest, local, f"{matrix.fqn}.{MOMENTUM}")
+        return matrix.rest.like(local, f"{matrix.fqn}.{MOMENTUM}")
 
     def shown_moment(self, param: Tensor, local: Tensor, key: str) -> Tensor:
         matrix = self._runtime.by_rest[id(param)]

@@ -3,6 +3,24 @@
 Every rank takes part in every reduction, with zeros where it has no gradient ([Note: one order of collectives]). What
 it receives for a parameter that it did not use is *undecided* until a vote has told whether any rank used it: then it
 is the gradient, otherwise ``grad`` stays None, as it would in one process.
+
+[Note: a backward on its streams]
+Of three blocks, of which the last one comes first. ``f`` is a fill, ``r`` a reduction along the row, ``c`` along the
+column of replicas, ``a`` the averages of what nobody shards, ``v`` the vote::
+
+    computes        | block 3 | pack 3, block 2 | pack 2, block 1 | pack 1 |         | hand over
+    fill_stream     | f2      | f1              |                 |        |         |
+    reduce_stream   |         | r3  c3          | r2  c2          | r1  c1 | a       |
+    votes                                                                  |       v |
+
+The stream that computes packs the gradients of a block and frees the whole ones; from then on the reduction has memory
+of its own. ``reduce_stream`` waits for the packing, then runs ``r`` and, behind it, ``c``, which reads what ``r`` has
+brought. Nobody waits for a reduction while blocks are left, unless ``outstanding_reductions`` are under way: then the
+computing stream waits for the oldest, up to the event behind its ``c``, and not for those that were queued later. When
+autograd has no work left, all reductions are waited for in the order in which they started; the averages start, and
+then the vote. So on every rank the order is that of the blocks, then the averages, then the vote, however long anything
+has taken. The computing stream alone puts a gradient on its parameter, after it has waited for the reduction: hooks,
+clipping and the step have nothing to wait for.
 """
 
 from __future__ import annotations
@@ -23,7 +41,7 @@ from dmuon.comm.context import Comm
 from dmuon.comm.monitor import Parts, Pending, Works, reduce, run_all, scratch
 from dmuon.dedicated.buffer import GradState, OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.replicated import GradAverager, ManagedModules
+from dmuon.dedicated.replicated import GradAverager
 from dmuon.kernels import streams_of
 from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import accumulation_hooks, local_tensor
@@ -36,15 +54,9 @@ _MOST_REDUCTIONS = 2  # under way at once: a third would keep one more buffer of
 class GradReduction:
     """Averages the gradients of one buffer to their owners; a rank without a gradient contributes zeros.
 
-    What an owner receives becomes the gradient, without a copy where the dtypes agree.
-
-    The stream that computes backward packs the gradients into memory of the reduction's own, so that they can be freed
-    at once. The collectives are queued on ``reduce_stream``, behind that packing, and backward goes on. There are up to
-    two stages, along the row and along the column. The second reads what the first one brought, so it is queued behind
-    that, on the same stream. :meth:`finish` lets the computing stream wait for both stages and for nothing that was
-    queued later: otherwise each buffer would wait for the reductions of those behind it.
-
-    On the CPU, queuing the second stage waits for the first. So the next buffer, or the end of backward, advances it.
+    What an owner receives becomes the gradient, without a copy where the dtypes agree. There are up to two stages,
+    along the row and along the column ([Note: a backward on its streams]). On the CPU, queuing the second one waits for
+    the first. So the next buffer, or the end of backward, advances it.
 
     Args:
         origins: by ``id`` of whole weights, the streams on which their gradients came; those of this buffer are taken
@@ -82,7 +94,7 @@ class GradReduction:
         wait for it before the gradients are freed, whose memory goes back to them.
         """
         made: list[Origin] = []
-        for matrix in self.buffer.matrices if origins else ():
+        for matrix in self.buffer.matrices:
             origin = origins.pop(id(matrix.full), None)
             if origin is not None:
                 origin.join()
@@ -91,26 +103,24 @@ class GradReduction:
         slots: list[Tensor] = []
         grads: list[Tensor] = []
         starts = self.buffer.layout.segments.filled
-        last, grad = None, None
-        for matrix, part, (start, end) in self.buffer.spans:
-            if matrix is not last:
-                last, grad = matrix, matrix.full.grad
-                matrix.full.grad = None
-                if isinstance(grad, DTensor) and isinstance(matrix.full, DTensor):
-                    if grad.placements != matrix.full.placements:  # as autograd has left it; collective then
-                        grad = grad.redistribute(placements=matrix.full.placements)
-                    grad = local_tensor(grad)
+        for matrix, placed in zip(self.buffer.matrices, self.buffer.placed, strict=True):
+            grad, matrix.full.grad = matrix.full.grad, None
+            if isinstance(grad, DTensor) and isinstance(matrix.full, DTensor):
+                if grad.placements != matrix.full.placements:  # as autograd has left it; collective then
+                    grad = grad.redistribute(placements=matrix.full.placements)
+                grad = local_tensor(grad)
             if grad is not None:
                 used.add(matrix)
-            if start == end:  # another tensor-parallel rank has it, and perhaps nothing goes to that owner
-                continue
-            first = starts[part.at.s][0]
-            slot = parts[part.at.s][start - first : end - first].view(part.local_shape)
-            if grad is None:
-                slot.zero_()
-            else:
-                slots.append(slot)
-                grads.append(grad if part.is_whole else part.take(grad))
+            for part, (start, end) in placed:
+                if start == end:  # another tensor-parallel rank has it, and perhaps nothing goes to that owner
+                    continue
+                first = starts[part.at.s][0]
+                slot = parts[part.at.s][start - first : end - first].view(part.local_shape)
+                if grad is None:
+                    slot.zero_()
+                else:
+                    slots.append(slot)
+                    grads.append(grad if part.is_whole else part.take(grad))
         if slots:
             torch._foreach_copy_(slots, grads)
         for origin in made:
@@ -204,21 +214,14 @@ class Gradients:
 
     Attributes:
         averager: of parameters that nobody shards.
-        origins: by ``id`` of whole weights, the streams on which gradients came that no reduction has taken yet; None
-            where everything runs in turn.
+        origins: by ``id`` of whole weights, the streams on which gradients came that no reduction has taken yet.
         listeners: called with the parameters of this owner whose gradients have just arrived, as long as they live.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        matrices: Sequence[OwnedMatrix],
-        managed: ManagedModules,
-        arrived: weakref.WeakMethod[Callable[[], bool]],
-    ) -> None:
+    def __init__(self, comm: Comm, matrices: Sequence[OwnedMatrix], averager: GradAverager) -> None:
         self._comm = comm
         self._matrices = list(matrices)
-        self.averager = GradAverager(comm, matrices, managed, arrived)
+        self.averager = averager
         self.listeners: list[weakref.WeakMethod[Landed]] = []
         self._reductions: deque[GradReduction] = deque()
         self._undecided: list[tuple[OwnedMatrix, Tensor]] = []
@@ -226,12 +229,12 @@ class Gradients:
         self._last_vote: Vote | None = None
         self._trains: list[bool] = []  # of each matrix, whether it was trained in the last vote
         self._trained: dict[str, str] = {}  # by name, the same of whatever was there
-        self._options: list[tuple[weakref.WeakMethod[Options], Sequence[int]]] = []
-        self.origins: dict[int, Origin] | None = None if streams_of(comm.device) is None else {}
+        self._options: dict[weakref.WeakMethod[Options], Sequence[int]] = {}  # and groups of its optimizer
+        self.origins: dict[int, Origin] = {}
 
     def join(self, matrices: Sequence[OwnedMatrix]) -> None:
         """What is queued from now on runs after the gradients of ``matrices`` were accumulated, on whatever stream."""
-        origins = self.origins or {}
+        origins = self.origins
         for matrix in matrices:
             if id(matrix.full) in origins:
                 origins[id(matrix.full)].join()
@@ -245,7 +248,7 @@ class Gradients:
         if self._comm.row is None and self._comm.column is None:
             # Nothing travels, but the ranks of tensor parallelism alone must have run the blocks in one order too.
             self._comm.monitor.note("reduce", f"gradients of block {buffer.name!r}")
-        reduction = GradReduction(buffer, self.origins or {})
+        reduction = GradReduction(buffer, self.origins)
         self._used |= reduction.used
         self._reductions.append(reduction)
         buffer.gradients = GradState.NONE
@@ -253,25 +256,23 @@ class Gradients:
     def _finish_oldest(self) -> None:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
-        if self.listeners:
-            self.listeners = [listener for listener in self.listeners if listener() is not None]
-            for listener in self.listeners:
-                landed = listener()
-                if landed is not None and reduction.landed:
-                    landed(reduction.landed)
+        for listener in self.listeners if reduction.landed else ():
+            landed = listener()
+            if landed is not None:
+                landed(reduction.landed)
 
     def finish(self) -> None:
         """Wait for everything under way, agree on what is unused, and average what is replicated."""
         while self._reductions:
             self._finish_oldest()
-        self._settle(self.averager.finish() if self.averager.params else [])
+        self._settle(self.averager.finish())
 
     def discard(self) -> None:
         """Forget a backward that did not finish; waits for everything under way, whatever fails."""
         reductions, self._reductions = self._reductions, deque()
         self._undecided.clear()
         self._used.clear()
-        run_all([*(reduction.discard for reduction in reductions), self.averager.reset])
+        run_all(reduction.discard for reduction in reductions)
 
     def _settle(self, averages: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give a gradient to every parameter that some rank used, and to no other: the same on all ranks."""
@@ -290,10 +291,8 @@ class Gradients:
         if len(comm.topology.ranks) > 1:
             if trains != self._trains or changed:  # most often they are as before
                 self._note_trained(trains)
-            last, self._last_vote = self._last_vote, None
-            if last is not None:
-                last.result()
-            for number, (told, groups) in enumerate(self._options):
+            self.verify()
+            for number, (told, groups) in enumerate(self._options.items()):
                 options = told()
                 if options is not None:
                     described = options(groups)
@@ -323,11 +322,7 @@ class Gradients:
 
     def compare(self, options: Options, groups: Sequence[int]) -> None:
         """With every vote compare what the method ``options`` says of an optimizer's ``groups``, while that lives."""
-        known = [i for i, (told, _) in enumerate(self._options) if told() == options]
-        for i in known:
-            self._options[i] = self._options[i][0], groups
-        if not known:
-            self._options.append((weakref.WeakMethod(options), groups))
+        self._options[weakref.WeakMethod(options)] = groups
 
     def _note_trained(self, trains: list[bool]) -> None:
         """Let the next vote compare which parameters are trained."""
@@ -347,7 +342,5 @@ class Gradients:
         Raises:
             CollectiveError: by that vote, ranks had issued different collectives.
         """
-        vote, self._last_vote = self._last_vote, None
-        if vote is not None:
-            vote.result()
-            self._last_vote = vote
+        if self._last_vote is not None:
+            self._last_vote.result()

@@ -1,13 +1,13 @@
 """The values that a model begins with: the first rank's become everyone's, also of a model on the meta device.
 
-Of the latter the first rank initializes some modules at a time, and each rank keeps its own.
+Of the latter the first rank initializes one module after the other, and each rank keeps its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,11 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import run_awaited
 from dmuon.comm.context import Comm
 from dmuon.dedicated.matrix import Weight, initial_master
-from dmuon.dedicated.replicated import excluded_modules, own_buffers, own_modules, own_parameters
+from dmuon.dedicated.replicated import excluded_modules, held_by
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.torch_private import TorchDispatchMode, local_tensor, move_hooks, share_random_state
 
 Initialize = Callable[[nn.Module], object]
-_T = TypeVar("_T")
 _NAMED = 5  # at most in one message
 BUCKET_BYTES = 2**28  # most that travels at once, unless one tensor has more
 _ALIGN_BYTES = 16  # of each tensor in a bucket; its dtype needs less
@@ -34,9 +33,9 @@ def share_initial_values(
 ) -> dict[str, Tensor]:
     """Make the first rank's values everyone's; returns the masters of this rank by name. Collective."""
     by_tensor = {id(weight.route.param): weight for weight in weights}
-    excluded = excluded_modules(model)
-    own = chain(own_parameters(model, excluded), own_buffers(model, excluded))
-    tensors = [tensor for _, tensor in own if not tensor.is_meta]
+    theirs = held_by(excluded_modules(model))
+    own = (tensor for tensor in chain(model.parameters(), model.buffers()) if id(tensor) not in theirs)
+    tensors = [tensor for tensor in own if not tensor.is_meta]
     of_meta = _values_of_meta(model, comm, initialize) if _is_on_meta(model) else ()
     # Behind the others: initializing a module may have changed buffers of it that were there.
     others = zip(tensors, _from_first_rank([*map(local_tensor, tensors)], comm), strict=True)
@@ -70,7 +69,7 @@ def _from_first_rank(tensors: Sequence[Tensor], comm: Comm) -> Iterator[Tensor]:
         for tensor in tensors:
             yield tensor.detach().to(comm.device)
         return
-    for some in _in_buckets(tensors, _padded):
+    for some in _in_buckets(tensors):
         sizes = [_padded(tensor) for tensor in some]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=comm.device)  # bytes: back ends lack some dtypes
         parts = [
@@ -85,17 +84,16 @@ def _from_first_rank(tensors: Sequence[Tensor], comm: Comm) -> Iterator[Tensor]:
         yield from parts
 
 
-def _in_buckets(items: Iterable[_T], nbytes_of: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """``items`` in order; those that come together have at most ``BUCKET_BYTES``, unless one has more."""
-    some: list[_T] = []
+def _in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """``tensors`` in order; those that come together have at most ``BUCKET_BYTES``, unless one has more."""
+    some: list[Tensor] = []
     nbytes = 0
-    for item in items:
-        size = nbytes_of(item)
-        if some and nbytes + size > BUCKET_BYTES:
+    for tensor in tensors:
+        if some and nbytes + _padded(tensor) > BUCKET_BYTES:
             yield some
             some, nbytes = [], 0
-        some.append(item)
-        nbytes += size
+        some.append(tensor)
+        nbytes += _padded(tensor)
     if some:
         yield some
 
@@ -146,11 +144,11 @@ def check_initialize(model: nn.Module, initialize: Initialize | None) -> None:
 def _values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Every tensor of ``model`` on the meta device, with the value (of its local part) that the first rank gave it.
 
-    The first rank materializes the tensors of some modules, NaN at first, and initializes these modules, in the order
-    of ``model.modules()``; what several modules hold has the value that the last one left. A method of a module, such
-    as a transformers model's ``_init_weights``, is called for modules without tensors, too: it is refused if it writes
-    to what is not there. No rank has more than a bucket of it, besides what the caller keeps. A value may be a part of
-    a bucket: copy what shall stay. Collective over the data-parallel ranks.
+    The first rank materializes the tensors of one module after the other, NaN at first, and initializes that, in the
+    order of ``model.modules()``; what several modules hold has the value that the last one left. A method of a module,
+    such as a transformers model's ``_init_weights``, is called for modules without tensors, too: it is refused if it
+    writes to what is not there. No rank has more than a module and a bucket of it, besides what the caller keeps. A
+    value may be a part of a bucket: copy what shall stay. Collective over the data-parallel ranks.
 
     Raises:
         RuntimeError: on the first rank: initializing a module failed, or changed what it holds.
@@ -159,7 +157,7 @@ def _values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None)
     of_model = isinstance(getattr(initialize, "__self__", None), nn.Module)
     waiting = [
         (name, module)
-        for name, module in own_modules(model, excluded_modules(model))
+        for name, module in model.named_modules(memo=excluded_modules(model))
         if _waiting(module) or (of_model and not [*_held(module)] and _is_on_meta(module))
     ]
     mesh = next((t.device_mesh for _, m in waiting for _, _, t in _waiting(m) if isinstance(t, DTensor)), None)
@@ -167,36 +165,33 @@ def _values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None)
         share_random_state(mesh)
     last = {id(tensor): module for _, module in waiting for _, _, tensor in _waiting(module)}
     given: dict[int, Tensor] = {}  # on the first rank, until all modules that hold a tensor are initialized
+    for name, module in waiting:
 
-    def ending(named: tuple[str, nn.Module]) -> int:
-        """Bytes of the tensors that ``last`` has the module for."""
-        return sum(local_tensor(t).nbytes for _, _, t in _waiting(named[1]) if last[id(t)] is named[1])
-
-    for some in _in_buckets(waiting, ending):
-        complete = {id(t): t for _, module in some for _, _, t in _waiting(module) if last[id(t)] is module}
-
-        def work(some: Sequence[tuple[str, nn.Module]] = some) -> None:
+        def work(name: str = name, module: nn.Module = module) -> None:
             if comm.position == 0:
-                for name, module in some:
-                    _initialize(module, name, initialize, given, comm.device)
+                _initialize(module, name, initialize, given, comm.device)
 
-        run_awaited(comm.group, comm.device, f"initializing {some[0][0] or 'the model'!r} and what follows", work)
-        sources = [local_tensor(given.get(key, tensor)) for key, tensor in complete.items()]
+        run_awaited(comm.group, comm.device, f"initializing {name or 'the model'!r}", work)
+        complete = {id(t): t for _, _, t in _waiting(module) if last[id(t)] is module}
+        sources = [local_tensor(given.pop(key, tensor)) for key, tensor in complete.items()]
         yield from zip(complete.values(), _from_first_rank(sources, comm), strict=True)
-        for key in complete:
-            given.pop(key, None)
 
 
 def _replacement(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
     """A tensor or parameter like ``tensor``, which is on the meta device, with ``value`` as its local part."""
+    fresh = _materialized(tensor, device)
     with torch.no_grad():
-        fresh = torch.empty_like(tensor, device=device)
         local_tensor(fresh).copy_(value)
-    if isinstance(tensor, nn.Parameter):
-        fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
-        move_hooks(tensor, fresh)
+    move_hooks(tensor, fresh)
     fresh.__dict__.update(tensor.__dict__)
     return fresh
+
+
+def _materialized(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor or parameter like ``tensor``, which is on the meta device, without values."""
+    with torch.no_grad():
+        fresh = torch.empty_like(tensor, device=device)
+    return nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
 
 
 def _held(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
@@ -222,7 +217,9 @@ def _initialize(
     held = _waiting(module)
     for store, key, tensor in held:
         if id(tensor) not in given:
-            given[id(tensor)] = _blank(tensor, device)
+            given[id(tensor)] = blank = _materialized(tensor, device)
+            with torch.no_grad():
+                local_tensor(blank).fill_(_filling(blank.dtype))
         store[key] = given[id(tensor)]
     try:
         with torch.no_grad(), _NothingIsLost():  # type: ignore[no-untyped-call]
@@ -257,12 +254,8 @@ class _NothingIsLost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _blank(tensor: Tensor, device: torch.device) -> Tensor:
-    """What takes the place of ``tensor``, without values: NaN, or the largest integer."""
-    dtype, filling = tensor.dtype, float("nan")
-    if not (dtype.is_floating_point or dtype.is_complex):
-        filling = 1 if dtype == torch.bool else torch.iinfo(dtype).max
-    with torch.no_grad():
-        blank = torch.empty_like(tensor, device=device)
-        local_tensor(blank).fill_(filling)
-    return nn.Parameter(blank, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+def _filling(dtype: torch.dtype) -> float:
+    """What stands for a value that nobody has given: NaN, or the largest integer."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max

@@ -21,15 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dmuon.dedicated.dedication import dedication_of
 from dmuon.dedicated.matrix import holders_of
-from dmuon.dedicated.replicated import (
-    excluded_modules,
-    holder_of,
-    living,
-    own_buffers,
-    own_modules,
-    own_parameters,
-    shared_with,
-)
+from dmuon.dedicated.replicated import excluded_modules, held_by, holder_of, living, shared_with
 from dmuon.layout.topology import GlobalRank, Topology, topology_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec
@@ -99,9 +91,13 @@ def _pool(holders: Sequence[int]) -> str:
 
 
 def describe(
-    model: nn.Module, excluded: Collection[nn.Module], routes: Sequence[Route], options: dict[str, object]
+    model: nn.Module, theirs: Collection[int], routes: Sequence[Route], options: dict[str, object]
 ) -> list[tuple[str, str]]:
-    """By name, what must be the same on all ranks; parameters come in the order of their collectives."""
+    """By name, what must be the same on all ranks; parameters come in the order of their collectives.
+
+    Args:
+        theirs: by ``id``, what belongs to models that were dedicated in this one before.
+    """
     items = [(f"option {name}", str(value)) for name, value in options.items()]
     for r in routes:
         by = "" if r.spec == MatrixSpec() else f" by {r.spec}"
@@ -110,8 +106,9 @@ def describe(
         items.append(
             (f"parameter {r.fqn!r}", f"{tuple(r.param.shape)}, {r.param.dtype}, {route}{frozen}{_where(r.param)}")
         )
-    for name, buffer in own_buffers(model, excluded):
-        items.append((f"buffer {canonical_fqn(name)!r}", f"{tuple(buffer.shape)}, {buffer.dtype}{_where(buffer)}"))
+    for name, buffer in model.named_buffers():
+        if id(buffer) not in theirs:
+            items.append((f"buffer {canonical_fqn(name)!r}", f"{tuple(buffer.shape)}, {buffer.dtype}{_where(buffer)}"))
     return items
 
 
@@ -224,8 +221,8 @@ def _checked(model: object) -> nn.Module:
             f"a {type(shared).__name__} lies in a module that was dedicated before, and outside of it as well, where "
             "other ranks share it; give each its own"
         )
-    excluded = excluded_modules(model)
-    own = dict(own_parameters(model, excluded))
+    theirs = held_by(excluded_modules(model))
+    own = {name: param for name, param in model.named_parameters() if id(param) not in theirs}
     for other in filter(None, map(dedication_of, living())):  # inside of the model, or beside it
         tied = other.tied_outside(own)
         if tied is not None:
@@ -233,7 +230,7 @@ def _checked(model: object) -> nn.Module:
                 f"parameter {tied!r} is one of a module that was dedicated before, and that is tied to one outside of "
                 "it, which no longer is the same: untie them, or dedicate the whole at once, by a list of modules"
             )
-    for name, module in own_modules(model, excluded):
+    for name, module in model.named_modules(memo=excluded_modules(model)):
         if isinstance(module, tuple(_WRAPPERS)):
             raise ValueError(
                 f"module {name or 'model'!r} is wrapped in {type(module).__name__}; dedicate_params takes the plain "
@@ -252,15 +249,18 @@ def _checked(model: object) -> nn.Module:
     return model
 
 
-def check_parameters(model: nn.Module, routes: Sequence[Route], data_parallel: Sequence[int]) -> None:
+def check_parameters(
+    model: nn.Module, theirs: Collection[int], routes: Sequence[Route], data_parallel: Sequence[int]
+) -> None:
     """Raise for parameters and buffers that cannot be moved, or that an optimizer holds already.
 
     Args:
+        theirs: as of :func:`describe`.
         data_parallel: global ranks of the mesh that ``dedicate_params`` got.
     """
     owned = [r for r in routes if r.block is not None]
     tensors: list[tuple[str, torch.Tensor]] = [(f"parameter {r.fqn!r}", r.param) for r in routes]
-    buffers = own_buffers(model, excluded_modules(model))
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in theirs)
     tensors += [(f"buffer {canonical_fqn(name)!r}", buffer) for name, buffer in buffers]
     for name, tensor in tensors:
         if hasattr(tensor, "ds_id"):
@@ -280,7 +280,8 @@ def tensor_group_of(model: nn.Module | Sequence[nn.Module], data_parallel: Seque
     """The group over which tensor parallelism has split anything in ``model``, which need not be a module."""
     roots = model if isinstance(model, (list, tuple)) else [model]
     modules = [root for root in roots if isinstance(root, nn.Module)]
-    params = [p for root in modules for _, p in own_parameters(root, excluded_modules(root))]
+    theirs = held_by(module for root in modules for module in excluded_modules(root))
+    params = [param for root in modules for param in root.parameters() if id(param) not in theirs]
     meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
     return next((m.get_group() for m in meshes if m.ndim == 1 and not _crosses(m, data_parallel)), None)
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
-from dmuon.dedicated.owned_tensor import REDUCED_GRAD, OwnedTensor, owned_like, owned_tensor
+from dmuon.dedicated.owned_tensor import REDUCED_GRAD, OwnedTensor, owned_tensor
 from dmuon.layout.matrices import Parcel, Region, numbered, spread_over_all, stack_shape
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Position, position_in
@@ -100,11 +100,6 @@ class Weight:
     route: Route
     parts: tuple[Part, ...]
 
-    @property
-    def owners(self) -> tuple[Position, ...]:
-        """Of each part, its position among the data-parallel ranks."""
-        return tuple(part.owner for part in self.parts)
-
     def owned_at(self, position: Position) -> tuple[Part, ...]:
         """The parts that the data-parallel rank at ``position`` owns."""
         return tuple(part for part in self.parts if part.owner == position)
@@ -157,6 +152,11 @@ class OwnedMatrix:
         """A copy of what this rank owns of ``whole``, ``local_shape``, shaped as the master."""
         return joined([part.take(whole) for part in self.mine], whole).view(self.master.shape)
 
+    def write(self, local: Tensor) -> None:
+        """Make ``local``, shaped as the master, the weight. The runtime hears of it, as of what users write."""
+        with torch.no_grad():
+            self.rest.copy_(self.rest.like(local))
+
     def set_grad(self, local: Tensor) -> None:
         """Add ``local``, shaped as the master, to the gradient of the resting form."""
         before = REDUCED_GRAD.__get__(self.rest)
@@ -165,14 +165,14 @@ class OwnedMatrix:
             return
         grad = self.empty_grad
         if grad is None or self.mine:
-            grad = owned_like(self.rest, local, f"{self.fqn}.grad")
+            grad = self.rest.like(local, f"{self.fqn}.grad")
         if not self.mine:
             self.empty_grad = grad
         REDUCED_GRAD.__set__(self.rest, grad)
 
     def set_hooked_grad(self, local: Tensor) -> None:
         """As :meth:`set_grad`, and run the hooks that the user has left on the resting form."""
-        grad = owned_like(self.rest, local, f"{self.fqn}.grad")
+        grad = self.rest.like(local, f"{self.fqn}.grad")
         for hook in list((self.rest._backward_hooks or {}).values()):
             result = hook(grad)
             if result is None:
@@ -204,7 +204,8 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
     if isinstance(param, DTensor):  # tensor parallelism adds a dimension behind those of data parallelism
         mesh, placements = comm.tensor_mesh, [*placements, *param.placements]
         filled = as_dtensor(filled, param.device_mesh, param.placements, param.shape)
-    wrapper = owned_tensor(master, mesh, param.shape, fqn=route.fqn, owners=weight.owners, placements=placements)
+    owners = tuple(part.owner for part in weight.parts)
+    wrapper = owned_tensor(master, mesh, param.shape, fqn=route.fqn, owners=owners, placements=placements)
     rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
     assert isinstance(rest, OwnedTensor)
     full = whole_parameter(filled, rest)
@@ -244,7 +245,7 @@ def of_rows(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
 
 def of_elements(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
     """What says of ``local``, shaped as the master, what ``matrix`` says of that."""
-    rest = owned_like(matrix.rest, local, fqn)
+    rest = matrix.rest.like(local, fqn)
     remember_spec(rest, spec_of(matrix.rest))
     return replace(matrix, fqn=fqn, rest=rest, master=local, places=(), empty_grad=None)
 

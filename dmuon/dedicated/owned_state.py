@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from dmuon.comm.norm import named_tensor
 from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor
-from dmuon.dedicated.owned_tensor import LOCAL, EvenShard, OwnedTensor
+from dmuon.dedicated.owned_tensor import LOCAL, OwnedTensor
 from dmuon.layout.shards import Run, layout_of
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.platform.log import logger
@@ -86,6 +87,8 @@ class OwnedState(OwnedTensor):
     chunks: tuple[Chunk, ...]
     spec: MatrixSpec
     allowed = LOCAL.union(_CONVERSIONS)
+    kept = ("owners", "chunks", "spec")
+    remedy = f"full_tensor() on every rank gives the whole, or {REMEDY}"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -95,16 +98,13 @@ class OwnedState(OwnedTensor):
         if func is torch.ops.aten.new_empty.default and isinstance(state, OwnedState):
             # The stager of async_save makes a copy in this way, to which it gives memory and attributes afterwards.
             if tuple(args[1]) != tuple(state.shape):
-                raise state.refused(func)
+                raise state.refused(str(func))
             return state.like(local_tensor(state).new_empty(local_tensor(state).shape, **(kwargs or {})))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def layout_key(self) -> Hashable:
         return (self.owners, self.chunks) if local_tensor(self).ndim == 1 else self.owners
-
-    def like(self, local: Tensor, keeper: Any = None) -> OwnedState:
-        return _wrapped(self, local, self.fqn, self.chunks, self.spec)
 
     def boxed(self) -> list[tuple[Box, Tensor]]:
         flat = local_tensor(self).view(-1)
@@ -135,33 +135,34 @@ class OwnedState(OwnedTensor):
 
     def to_local(self, **_: Any) -> Tensor:
         """The even shard for which torch takes this; it can only be written, by all ranks together."""
-        return EvenShard(self, f"to_local() of {self.fqn!r} is not an even shard: it is {self._where}; {REMEDY}")
+        return self.even_shard()
 
-    def write_even(self, shard: Tensor) -> None:
+    def write_even(self, shard: Tensor, fault: Exception | None = None) -> None:
+        """As of a parameter; ``fault`` is why this rank cannot, of which the others hear."""
         shape = even_shape(self.shape, self.device_mesh, self.placements)
-        unfit = torch.tensor(int(shard.shape != shape), dtype=torch.int32, device=self.device_mesh.device_type)
+        unfit = torch.tensor(shard.shape != shape or fault is not None, dtype=torch.int32)
+        unfit = unfit.to(self.device_mesh.device_type)
         _all_reduce(unfit, self.device_mesh, dist.ReduceOp.MAX)
         if unfit:
-            raise ValueError(
-                f"{self.fqn}: some rank writes an even shard of another shape; here it has {tuple(shard.shape)}, and "
-                f"{tuple(shape)} fits"
+            raise fault or ValueError(
+                f"{self.fqn}: some rank writes an even shard of another shape, or cannot write one now; here it has "
+                f"{tuple(shard.shape)}, and {tuple(shape)} fits"
             )
         local = shard.to(device=self.device_mesh.device_type)
         whole = as_dtensor(local, self.device_mesh, self.placements, self.shape).full_tensor()
         for box, part in self.boxed():
             part.copy_(whole[_slices(box)])
 
-    def refused(self, func: Any) -> RuntimeError:
+    def refused(self, what: str, operation: str = "") -> RuntimeError:
         return RuntimeError(
-            f"{func} is not available on {self.fqn!r} in a state dict of a dedicated model: it is {self._where} and "
-            f"empty on the others; full_tensor() on every rank gives the whole, or {REMEDY}"
+            f"{what} is not available on {self.fqn!r} in a state dict of a dedicated model: it is {self._where} and "
+            f"empty on the others; {self.remedy}"
         )
 
     def _laid_otherwise(self, func: Any, other: Tensor) -> RuntimeError:
         return RuntimeError(
-            f"{func} mixes {self.fqn!r}, which a state dict of a dedicated model keeps {self._where}, with a tensor of "
-            f"shape {tuple(other.shape)} that is laid out otherwise; full_tensor() on every rank gives the whole, or "
-            f"{REMEDY}"
+            f"{func} mixes {self.fqn!r}, which a state dict of a dedicated model keeps {self._where}, with "
+            f"{named_tensor(other)} that is laid out otherwise; {self.remedy}"
         )
 
     def is_contiguous(self, *_: Any, **__: Any) -> bool:
@@ -183,15 +184,6 @@ class OwnedState(OwnedTensor):
         warn_of_parts()
         return DTensor.__reduce_ex__(self, protocol)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"OwnedState({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, owners={self.owners})"
-
-
-def _wrapped(like: OwnedTensor, local: Tensor, fqn: str, chunks: tuple[Chunk, ...], spec: MatrixSpec) -> OwnedState:
-    state: OwnedState = OwnedState(local, spec_like(like, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
-    state.fqn, state.owners, state.chunks, state.spec = fqn, like.owners, chunks, spec
-    return state
-
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
@@ -209,8 +201,10 @@ def _all_reduce(tensor: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType) -
 
 def state_of(local: Tensor, matrix: OwnedMatrix, fqn: str) -> OwnedState:
     """A copy of ``local``, which lies as the master of ``matrix``, for a state dict. Nothing travels."""
-    kept = local.detach().clone(memory_format=torch.contiguous_format)
-    return _wrapped(matrix.rest, kept, fqn, _chunks(matrix), spec_of(matrix.rest))
+    kept, rest = local.detach().clone(memory_format=torch.contiguous_format), matrix.rest
+    state: OwnedState = OwnedState(kept, spec_like(rest, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+    state.fqn, state.owners, state.chunks, state.spec = fqn, rest.owners, _chunks(matrix), spec_of(rest)
+    return state
 
 
 def own_part(value: Tensor, matrix: OwnedMatrix) -> Tensor:

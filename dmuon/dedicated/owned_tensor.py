@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from dmuon.comm.norm import answer_norm, check_and_unscale, named_tensor, require_summed
 from dmuon.layout.topology import Position
@@ -96,6 +96,8 @@ class OwnedTensor(SavedInBoxes, DTensor):
     owners: tuple[Position, ...]
     _keeper: weakref.ref[Any] | None = None  # the runtime of its model, which holds the parameter itself
     allowed: ClassVar[frozenset[str]] = LOCAL  # operations
+    kept: ClassVar[tuple[str, ...]] = ("owners",)  # attributes of what lies alike
+    remedy: ClassVar[str] = _REMEDY
 
     @property
     def owner(self) -> Position:
@@ -127,38 +129,41 @@ class OwnedTensor(SavedInBoxes, DTensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DETACH:
-            return args[0].like(local_tensor(args[0]).detach(), keeper=args[0].keeper)
+            twin = args[0].like(local_tensor(args[0]).detach())
+            twin.keeper = args[0].keeper
+            return twin
         if func is _COPY and len(args) == 2 and not kwargs and _lie_alike(*args):
-            with _told(args[0]):
+            with _told(args[:1]):
                 local_tensor(args[0]).copy_(local_tensor(args[1]))
             return args[0]
         name = func.overloadpacket.__name__
-        flat, spec = tree_flatten((list(args), kwargs or {}))
-        owned = [t for t in flat if isinstance(t, OwnedTensor)]
+        owned = [t for t in tree_leaves((args, kwargs)) if isinstance(t, OwnedTensor)]
         if name in _NORMS:
-            return answer_norm(args, kwargs or {}, owned[0]._unavailable)
+            return answer_norm(args, kwargs or {}, owned[0].refused)
         if name == _UNSCALE:
             return check_and_unscale(func, *args)
         if name not in owned[0].allowed:
-            raise owned[0].refused(func)
-        if name.startswith("_foreach"):
-            return _run_foreach(func, args, kwargs or {})
-        return _run_alone(func, flat, spec, owned)
+            raise owned[0].refused(str(func), name)
+        return _run(func, args, kwargs or {}, owned)
 
     @property
     def layout_key(self) -> Hashable:
         """Equal for tensors of one shape and mesh whose local parts belong together element by element."""
         return self.owners
 
-    def like(self, local: Tensor, keeper: Any = None) -> OwnedTensor:
+    def like(self, local: Tensor, fqn: str | None = None) -> OwnedTensor:
         """Wrap ``local``, which lies as what this rank has of this tensor, and share its storage."""
-        return owned_like(self, local, self.fqn, keeper)
+        like: OwnedTensor = type(self)(local, spec_like(self, local.dtype), requires_grad=False)
+        for name in self.kept:
+            setattr(like, name, getattr(self, name))
+        like.fqn = fqn or self.fqn
+        return like
 
-    def refused(self, func: Any) -> RuntimeError:
-        """Why an operation is not allowed, and what to do."""
-        remedy = _REMEDIES.get(func.overloadpacket.__name__, f"{_REMEDY}; {_IN_FORWARD}")
+    def refused(self, what: str, operation: str = "") -> RuntimeError:
+        """Why ``what`` is not available, and what to do instead of the ``operation``."""
+        remedy = _REMEDIES.get(operation, f"{_REMEDY}; {_IN_FORWARD}")
         return RuntimeError(
-            f"{func} is not available on {self.fqn!r}: outside the forward and backward of its block, dmuon "
+            f"{what} is not available on {self.fqn!r}: outside the forward and backward of its block, dmuon "
             f"keeps it {self._where} and empty on the others; {remedy}"
         )
 
@@ -189,21 +194,21 @@ class OwnedTensor(SavedInBoxes, DTensor):
     def _wrong_data(self, call: str) -> RuntimeError:
         return RuntimeError(f"{call} of {self.fqn!r} would return wrong data: it is {self._where}; {_REMEDY}")
 
-    def _unavailable(self, what: str) -> RuntimeError:
-        return RuntimeError(f"{what} is not available on {self.fqn!r}, which is {self._where}; {_REMEDY}")
-
     def _laid_otherwise(self, func: Any, other: Tensor) -> RuntimeError:
         return RuntimeError(
-            f"{func} mixes {self.fqn!r}, which dmuon keeps {self._where}, with a tensor of shape "
-            f"{tuple(other.shape)} that is laid out otherwise; {_REMEDY}"
+            f"{func} mixes {self.fqn!r}, which dmuon keeps {self._where}, with {named_tensor(other)} that is laid out "
+            f"otherwise; {self.remedy}"
         )
 
     def to_local(self, **_: Any) -> Tensor:
         """What this rank owns, of gradients, optimizer state and copies. Of a parameter, what can only be written."""
         if self.keeper is None:
             return local_tensor(self)
-        # Checkpointing would take what it reads from this for an even shard. It may write one.
-        return EvenShard(self, f"to_local() of {self.fqn!r} is not an even shard: it is {self._where}; {_REMEDY}")
+        return self.even_shard()
+
+    def even_shard(self) -> EvenShard:
+        """What checkpointing may write an even shard to, for which it would take what it reads from ``to_local``."""
+        return EvenShard(self, f"to_local() of {self.fqn!r} is not an even shard: it is {self._where}; {self.remedy}")
 
     def write_even(self, shard: Tensor) -> None:
         """Make the even shards of all ranks the value of this parameter. Collective over the mesh."""
@@ -248,7 +253,8 @@ class OwnedTensor(SavedInBoxes, DTensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"OwnedTensor({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, owners={self.owners})"
+        kind = type(self).__name__
+        return f"{kind}({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, owners={self.owners})"
 
 
 class EvenShard(Tensor):
@@ -279,7 +285,7 @@ class EvenShard(Tensor):
     ) -> Any:
         shard = args[0]
         if func is not torch.ops.aten.copy_.default or not isinstance(shard, EvenShard):
-            raise RuntimeError(next(leaf.refusal for leaf in tree_flatten(args)[0] if isinstance(leaf, EvenShard)))
+            raise RuntimeError(next(leaf.refusal for leaf in tree_leaves(args) if isinstance(leaf, EvenShard)))
         shard.target.write_even(args[1])
         return shard
 
@@ -307,15 +313,6 @@ def owned_tensor(
     return tensor
 
 
-def owned_like(source: OwnedTensor, local: Tensor, fqn: str, keeper: Any = None) -> OwnedTensor:
-    """Wrap ``local``, which lies as what this rank has of ``source``, and share its storage."""
-    tensor: OwnedTensor = OwnedTensor(local, spec_like(source, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
-    tensor.fqn, tensor.owners = fqn, source.owners
-    if keeper is not None:
-        tensor.keeper = keeper
-    return tensor
-
-
 clip_by_lists(OwnedTensor)
 
 
@@ -328,32 +325,40 @@ def _lie_alike(target: Tensor, source: Tensor) -> bool:
     )
 
 
-def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An elementwise operation on lists, in which other tensors may stand beside owned ones.
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], owned: Sequence[OwnedTensor]) -> Any:
+    """An elementwise operation on tensors, or on lists of them, in which others may stand beside owned ones.
 
-    The parts of the results are the results of the parts. Nothing travels.
+    The parts of the results are the results of the parts. Nothing travels, but numbers that are spread over ranks.
 
     Raises:
-        RuntimeError: tensors that meet in the lists are laid out differently, or not summed yet.
+        RuntimeError: tensors that meet are laid out differently, or not summed yet.
     """
-    first = args[0]
+    name = func.overloadpacket.__name__
+    of_lists = name.startswith("_foreach")
+    # Beside values of a state dict, which can be saved, the result is one, too.
+    first = args[0] if of_lists else [next((t for t in owned if type(t) is not OwnedTensor), owned[0])]
     require_summed(first, str(func))
-    for argument in (*args[1:], *kwargs.values()):
+    for argument in (*args, *kwargs.values()):
         others = argument if isinstance(argument, (list, tuple)) else [argument] * len(first)
         for tensor, other in zip(first, others, strict=False):
-            if isinstance(other, Tensor) and other.ndim and _layout(tensor) != _layout(other):
+            if isinstance(other, Tensor) and other.ndim and other is not tensor and _layout(tensor) != _layout(other):
+                if not of_lists:
+                    raise tensor._laid_otherwise(func, other)
                 raise RuntimeError(
                     f"{func} mixes {named_tensor(tensor)} with {named_tensor(other)}, which is laid out otherwise; lay "
                     "both out alike, or do it on whole weights under `with dmuon.summon_full_params(model):`"
                 )
-    inplace = func.overloadpacket.__name__.endswith("_")
-    with _told(first if inplace else ()):
-        out = func(*map(_parts, args), **{name: _parts(value) for name, value in kwargs.items()})
-    if inplace:
+    inplace = name.endswith("_")
+    written = () if not inplace else args[0] if of_lists else args[:1]
+    with _told(written):
+        out = func(*map(_parts, args), **{option: _parts(value) for option, value in kwargs.items()})
+    if of_lists and inplace:
         # Early updates go by versions, which torch does not count here under a TorchDispatchMode.
-        increment_version([local_tensor(tensor) for tensor in first])
-    if not isinstance(out, (list, tuple)):
-        return out
+        increment_version([local_tensor(tensor) for tensor in written])
+    if inplace:
+        return None if of_lists else args[0]
+    if not of_lists:
+        return first[0].like(out) if isinstance(out, Tensor) else out
     pairs = zip(first, out, strict=True)
     return [t.like(local) if isinstance(t, OwnedTensor) else like_param(t, local) for t, local in pairs]
 
@@ -366,46 +371,19 @@ def _layout(tensor: Tensor) -> Hashable:
 
 
 def _parts(value: Any) -> Any:
-    """What this rank holds of the tensors of a list; of a single tensor, the number."""
+    """What this rank holds of owned tensors, or of all of a list; of another one, the number, wherever that lies."""
     if isinstance(value, (list, tuple)):
         return [local_tensor(item) if isinstance(item, Tensor) else item for item in value]
-    return _number_of(value) if isinstance(value, Tensor) else value
-
-
-def _number_of(tensor: Tensor) -> Tensor:
-    """A number that is perhaps spread over ranks, as a plain tensor. Collective then."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _run_alone(func: Any, flat: list[Any], spec: TreeSpec, owned: list[OwnedTensor]) -> Any:
-    """An elementwise operation on what this rank holds; between tensors of different ranks it is refused."""
-    for leaf in flat:
-        if isinstance(leaf, Tensor) and not isinstance(leaf, OwnedTensor) and leaf.ndim:
-            raise owned[0]._laid_otherwise(func, leaf)
-    if len({(t.shape, t.layout_key) for t in owned}) > 1:
-        names = ", ".join(repr(t.fqn) for t in owned)
-        raise RuntimeError(f"{func} mixes {names}, which have different owners or shapes; {_REMEDY}")
-    # Numbers may lie on another mesh.
-    plain = [
-        local_tensor(t) if isinstance(t, OwnedTensor) else _number_of(t) if isinstance(t, Tensor) else t for t in flat
-    ]
-    args, kwargs = tree_unflatten(plain, spec)
-    if func.overloadpacket.__name__.endswith("_"):
-        target: OwnedTensor = flat[0]
-        with _told(target):
-            func(*args, **kwargs)
-        return target
-    out = func(*args, **kwargs)
-    # Beside values of a state dict, which can be saved, the result is one, too.
-    source = next((t for t in owned if type(t) is not OwnedTensor), owned[0])
-    return source.like(out) if isinstance(out, Tensor) else out
+    if isinstance(value, OwnedTensor):
+        return local_tensor(value)
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @contextmanager
-def _told(target: Any) -> Iterator[None]:
-    """Inside, the owned parameters in ``target`` are written to, of which each keeper is told once."""
-    owned = [t for t in (target if isinstance(target, (list, tuple)) else (target,)) if isinstance(t, OwnedTensor)]
-    keepers = {id(t.keeper): t.keeper for t in owned if t.keeper is not None}.values()
+def _told(written: Sequence[Any]) -> Iterator[None]:
+    """Inside, what is owned of ``written`` is written to, of which each keeper is told once."""
+    kept = [t.keeper for t in written if isinstance(t, OwnedTensor)]
+    keepers = {id(keeper): keeper for keeper in kept if keeper is not None}.values()
     for keeper in keepers:
         keeper.before_write()
     yield

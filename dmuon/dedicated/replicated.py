@@ -7,8 +7,7 @@ of experts are such: these have other owners, and other weights, than what all r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from dmuon.comm.agreement import require_no_fault
+from dmuon.comm.agreement import agree
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import Pending
 from dmuon.dedicated.block import Block
@@ -27,14 +26,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.host import all_living
-from dmuon.platform.streams import Origin
-from dmuon.platform.torch_private import (
-    divide_factor,
-    local_tensor,
-    managed_by_ddp,
-    managed_by_fsdp,
-    reduced_by_ddp,
-)
+from dmuon.platform.torch_private import divide_factor, local_tensor, managed_by_ddp, managed_by_fsdp, reduced_by_ddp
 
 _BUCKET_BYTES = 25 * 2**20
 ATTRIBUTE = "_dmuon_dedication"  # of a module that ``dedicate_params`` was called with
@@ -60,13 +52,8 @@ def excluded_modules(model: nn.Module) -> set[nn.Module]:
 
 def shared_with(model: nn.Module) -> nn.Module | None:
     """A module that lies in what was dedicated in ``model`` before, and outside of it too; None without."""
-    outside: set[nn.Module] = set()
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if module not in outside:
-            outside.add(module)
-            waiting += [child for child in module.children() if ATTRIBUTE not in child.__dict__]
+    roots = {module for module in model.modules() if ATTRIBUTE in module.__dict__}
+    outside = {module for _, module in model.named_modules(memo=roots)}  # which passes by what is in there
     return next((module for module in excluded_modules(model) if module in outside), None)
 
 
@@ -75,21 +62,10 @@ def holder_of(module: nn.Module) -> nn.Module | None:
     return next((root for root in _roots if any(module is one for one in root.modules())), None)
 
 
-def own_modules(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """As ``named_modules``, without ``excluded``."""
-    return ((name, module) for name, module in model.named_modules() if module not in excluded)
-
-
-def own_parameters(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """As ``named_parameters``, without those that ``excluded`` modules hold."""
-    theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
-    return ((name, param) for name, param in model.named_parameters() if id(param) not in theirs)
-
-
-def own_buffers(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """As ``named_buffers``, without those that ``excluded`` modules hold."""
-    theirs = {id(buffer) for module in excluded for buffer in module.buffers(recurse=False)}
-    return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in theirs)
+def held_by(modules: Iterable[nn.Module]) -> set[int]:
+    """The parameters and buffers that ``modules`` themselves hold, by ``id``."""
+    stores = ((module._parameters, module._buffers) for module in modules)
+    return {id(tensor) for parameters, buffers in stores for tensor in (*parameters.values(), *buffers.values())}
 
 
 class ManagedModules:
@@ -105,36 +81,28 @@ class ManagedModules:
         self._excluded = weakref.WeakSet(module for root in roots.values() for module in excluded_modules(root))
         self._blocks = blocks
 
-    def modules(self) -> Iterable[nn.Module]:
-        """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
-        found: dict[nn.Module, None] = {}
-        waiting: list[nn.Module | None] = []
-        for root in self._roots.values():
-            waiting.append(root())
-        if waiting.count(None) == len(waiting):
-            waiting += [block.module for block in self._blocks]
-        waiting.reverse()
-        while waiting:
-            module = waiting.pop()
-            if module is not None and module not in found:
-                found[module] = None
-                waiting += [*module._modules.values()][::-1]
-        return [module for module in found if module not in self._excluded] if self._excluded else found
+    def _alive(self) -> dict[str, nn.Module]:
+        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
+        of_blocks = {str(number): block.module for number, block in enumerate(self._blocks)}
+        found = roots if any(root is not None for root in roots.values()) else of_blocks
+        return {prefix: module for prefix, module in found.items() if module is not None}
+
+    def modules(self) -> list[nn.Module]:
+        """All of them, each once; those of several roots may share some."""
+        met = set(self._excluded)
+        return [module for root in self._alive().values() for _, module in root.named_modules(memo=met)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All that they hold."""
-        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
-        alive = {prefix: root for prefix, root in roots.items() if root is not None}
-        if not alive:
-            alive = {str(i): block.module for i, block in enumerate(self._blocks) if block.module is not None}
-        return own_parameters(alive[""] if "" in alive else nn.ModuleDict(alive), self._excluded)
+        alive, theirs = self._alive(), held_by(self._excluded)
+        whole = alive[""] if "" in alive else nn.ModuleDict(alive)
+        return ((name, param) for name, param in whole.named_parameters() if id(param) not in theirs)
 
 
 class _Bucket:
     """The gradients of ``params`` on their way."""
 
     def __init__(self, params: Sequence[nn.Parameter], comm: Comm) -> None:
-        self._origin = Origin(comm.device)
         with torch.no_grad():
             locals_ = [local_tensor(param) for param in params]
             flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
@@ -160,9 +128,7 @@ class _Bucket:
         if self._present:
             with torch.no_grad():
                 torch._foreach_copy_([grad for grad, _ in self._present], [slot for _, slot in self._present])
-        undecided = [(param, slot.clone()) for param, slot in self._absent]
-        self._origin.await_users()
-        return undecided
+        return [(param, slot.clone()) for param, slot in self._absent]
 
 
 class GradAverager:
@@ -182,7 +148,7 @@ class GradAverager:
     Args:
         owned: all that dmuon owns in the model.
         managed: the modules of the model.
-        on_gradient: called when a gradient arrives; tells whether this backward synchronizes. Of who holds this.
+        hook: called with a parameter whose gradient arrives.
 
     Attributes:
         params: on which all ranks agree, in registration order; plain, or DTensors that tensor parallelism split, whose
@@ -197,7 +163,7 @@ class GradAverager:
         comm: Comm,
         owned: Sequence[OwnedMatrix],
         managed: ManagedModules,
-        on_gradient: weakref.WeakMethod[Callable[[], bool]],
+        hook: Callable[[Tensor], None],
     ) -> None:
         self.params: list[nn.Parameter] = []
         self.names: dict[int, str] = {}
@@ -207,10 +173,9 @@ class GradAverager:
         self._others: dict[int, Tensor] = {id(form): form for matrix in owned for form in (matrix.rest, matrix.full)}
         self._comm = comm
         self._managed = managed
-        self._on_gradient = on_gradient
+        self._hook = hook
         self.changed = False
         self._buckets: list[list[nn.Parameter]] = []
-        self._origins: list[Origin] = []  # of gradients that have arrived
 
     # -- what is averaged ------------------------------------------------------------------------------------------
 
@@ -230,11 +195,9 @@ class GradAverager:
         self.looked = True
         for key in self._found.keys() - held.keys():
             self._found.pop(key)[1].remove()
-        # A weak reference, since the collector cannot see through such hooks and would never free the model.
-        hook = partial(_tell, weakref.ref(self))
         ours = {key: param for key, param in held.items() if key not in self._others}
         self._found = {
-            key: self._found.get(key) or (param, param.register_post_accumulate_grad_hook(hook))
+            key: self._found.get(key) or (param, param.register_post_accumulate_grad_hook(self._hook))
             for key, param in ours.items()
         }
         self.names = {id(p): canonical_fqn(n) for n, p in self._managed.named_parameters() if id(p) in ours}
@@ -285,7 +248,7 @@ class GradAverager:
         known = set(map(id, self.params))
         found = [param for param, _ in self._found.values()]
         new = [param for param in found if id(param) not in known]
-        require_no_fault(self._comm.control, self._difference(new), self._comm.device)
+        agree(self._comm.control, self._difference(new))
         self.params, self.changed = found, False
         self._build(new)
         undecided = self.finish()
@@ -329,36 +292,21 @@ class GradAverager:
     # -- a backward ------------------------------------------------------------------------------------------------
 
     def arrived(self, param: Tensor) -> None:
+        """The gradient of ``param`` is there."""
         grad = param.grad
         if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
             # At once, so that this collective is issued in the order of the graph, as those of tensor parallelism are.
             param.grad = grad.redistribute(placements=param.placements)
         if grad is not None and grad.layout is torch.sparse_coo:
             param.grad = grad.to_dense()  # buckets are, and which rows others have used no rank knows
-        on_gradient = self._on_gradient()
-        if on_gradient is not None and on_gradient():
-            self._origins.append(Origin(self._comm.device))
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Average all gradients, and write the averages back.
 
+        At the end of a backward: autograd has let the stream that called it wait for all on which gradients came.
+
         Returns:
             ``(param, average)`` of what got no gradient on this rank.
         """
-        origins, self._origins = self._origins, []
-        for origin in origins:
-            origin.join()
-        if not self._buckets:
-            return []
         launched = [_Bucket(params, self._comm) for params in self._buckets]
         return [item for bucket in launched for item in bucket.finish()]
-
-    def reset(self) -> None:
-        """Forget a backward that did not finish."""
-        self._origins = []
-
-
-def _tell(averager: weakref.ref[GradAverager], param: Tensor) -> None:
-    alive = averager()
-    if alive is not None:
-        alive.arrived(param)

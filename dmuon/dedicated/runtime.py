@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any
@@ -24,25 +24,15 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dmuon.comm.agreement import require_no_fault
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
-from dmuon.dedicated.block import (
-    Block,
-    OrderCheck,
-    Phase,
-    SavedTensors,
-    buffers_along,
-    mark_boundary,
-    storages_of,
-    tell_of_hooks,
-)
+from dmuon.dedicated.block import Block, OrderCheck, Phase, SavedTensors, buffers_along, mark_boundary, tell_of_hooks
 from dmuon.dedicated.buffer import BufferState, GradState, Publications
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_state import state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.replicated import ManagedModules
+from dmuon.dedicated.replicated import GradAverager, ManagedModules
 from dmuon.layout.topology import GlobalRank
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.streams import Origin
@@ -80,13 +70,7 @@ class Runtime:
         was_entered: a backward came through a block that trains, since the last step or clearing of gradients.
     """
 
-    def __init__(
-        self,
-        roots: Mapping[str, nn.Module],
-        blocks: Sequence[Block],
-        comm: Comm,
-        plan: OwnerPlan,
-    ) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module], blocks: Sequence[Block], comm: Comm, plan: OwnerPlan) -> None:
         self.blocks = list(blocks)
         self.buffers = list(dict.fromkeys(block.buffer for block in self.blocks))
         self.comm = comm
@@ -102,15 +86,16 @@ class Runtime:
         self._preceding: dict[Block, Block] = {}  # in forward; it comes after the other one in backward
         self._last: Block | None = None  # that ran in the present pass
         self.managed = ManagedModules(roots, self.blocks)
-        self.gradients = Gradients(
-            comm, list(self.matrices()), self.managed, weakref.WeakMethod(self._replicated_gradient_arrived)
-        )
+        # A weak reference, since the collector cannot see through such hooks and would never free the model.
+        hook = partial(_tell, weakref.WeakMethod(self._gradient_arrived))
+        matrices = list(self.matrices())
+        self.gradients = Gradients(comm, matrices, GradAverager(comm, matrices, self.managed, hook))
         self.order_check = OrderCheck(comm)
         of_module: dict[int, list[Block]] = {}  # one for each dtype
         for block in self.blocks:
             of_module.setdefault(id(block.module), []).append(block)
         # The first of them hooks what the graph saves, of the whole weights of all.
-        self._alike = {alike[0]: (alike, storages_of(one.buffer for one in alike)) for alike in of_module.values()}
+        self._alike = {alike[0]: alike for alike in of_module.values()}
         self.backwards: set[int] = set()
         self.publications = Publications(comm)
         self._has_root = "" in roots
@@ -120,6 +105,7 @@ class Runtime:
         self.by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
         self._buffer_of = {key: buffer for buffer in self.buffers for key in buffer.params}
         self._by_name = {matrix.fqn: matrix for matrix in self.matrices()}
+        self._block_of = {id(matrix.full): block for block in self.blocks for matrix in block.matrices}
         for matrix in self.matrices():
             matrix.rest.keeper = self
         for block in self.blocks:
@@ -127,8 +113,6 @@ class Runtime:
             assert module is not None
             module.register_forward_pre_hook(partial(self._pre_forward, block), with_kwargs=True)
             module.register_forward_hook(partial(self._post_forward, block), always_call=True)
-            # Weak references, since the collector cannot see through such hooks and would never free the model.
-            hook = partial(_notice, weakref.ref(self), weakref.ref(block))
             for matrix in block.matrices:
                 matrix.full.register_post_accumulate_grad_hook(hook)
 
@@ -140,11 +124,6 @@ class Runtime:
     def param_ids(self) -> set[int]:
         """Of everything that the model has."""
         return {id(p) for _, p in self.managed.named_parameters()} | self.by_rest.keys()
-
-    @property
-    def name(self) -> str:
-        """The same on all ranks, and of no other dedicated model."""
-        return self.comm.monitor.name
 
     def waiting_grad(self, param: OwnedTensor) -> Tensor | None:
         """The gradient of ``param`` that waits for a backward with synchronization; None of an alias."""
@@ -194,19 +173,15 @@ class Runtime:
         Raises:
             ValueError, RuntimeError: on every rank, if some rank cannot.
         """
+        matrix = self._by_name[param.fqn]  # ``param`` may be an alias
+        state = state_of(matrix.master, matrix, matrix.fqn)
         fault: Exception | None = None
         try:
             self.at_rest("a write to to_local()")
         except RuntimeError as error:
             fault = error
-        require_no_fault(self.comm.control, fault, self.comm.device)
-        matrix = self._by_name[param.fqn]  # ``param`` may be an alias
-        state = state_of(matrix.master, matrix, matrix.fqn)
-        state.write_even(shard)
-        self.before_write()
-        with torch.no_grad():
-            matrix.master.copy_(local_tensor(state))
-        self.weights_changed()
+        state.write_even(shard, fault)
+        matrix.write(local_tensor(state))
 
     def at_rest(self, doing: str, *, summoned: bool = False) -> None:
         """Raise unless every block is outside forward, backward and ``summon_full_params``.
@@ -314,8 +289,7 @@ class Runtime:
                     block.calls += not recomputes  # the graph of a recomputation may never be differentiated
         if trains and block in self._alike and not block.buffer.keep and saved_tensor_hooks_refusal() is None:
             # What the graph saves from now on comes back by way of the block: [Note: how backward enters a block].
-            alike, storages = self._alike[block]
-            block.saving.append(SavedTensors(alike, self.generation, storages, self._enter_by_saved))
+            block.saving.append(SavedTensors(self._alike[block], self.generation, self._pre_backward))
         return passed
 
     @outside_compile
@@ -325,7 +299,7 @@ class Runtime:
         if block.saving:
             saved = block.saving.pop()
             saved.end()
-            for one in self._alike[block][0] if error is None and saved.any else ():
+            for one in self._alike[block] if error is None and saved.any else ():
                 one.buffer.awaited.add(one.name)
             if error is not None:
                 tell_of_hooks(error, block.name)
@@ -357,6 +331,12 @@ class Runtime:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _pre_backward(self, block: Block, generation: int, _grad: Tensor | None = None) -> None:
+        """A gradient comes to what ``block`` has returned, or the graph asks back what a forward of it has saved."""
+        if current_backward() is None:
+            raise RuntimeError(
+                f"what block {block.name!r} has saved for backward was read outside of one, and its weights have "
+                "been freed; pass reshard_after_forward=False to dedicate_params to look at it"
+            )
         if block.phase is Phase.BACKWARD:
             return
         self._join_backward(block, generation)
@@ -364,15 +344,6 @@ class Runtime:
             self.was_entered = self.was_entered or matrix.rest.requires_grad
         self._last = None  # the next block that runs follows no other
         self._unshard(block, Phase.BACKWARD, self._preceding)
-
-    def _enter_by_saved(self, block: Block, generation: int) -> None:
-        """The graph asks back what a forward of ``block`` has saved, and the block is not at work."""
-        if current_backward() is None:
-            raise RuntimeError(
-                f"what block {block.name!r} has saved for backward was read outside of one, and its weights have "
-                "been freed; pass reshard_after_forward=False to dedicate_params to look at it"
-            )
-        self._pre_backward(block, generation)
 
     def _join_backward(self, block: Block, generation: int) -> None:
         """The backward pass that runs now has come to ``block``, to a forward of ``generation``.
@@ -390,18 +361,27 @@ class Runtime:
                 f"the weights of block {block.name!r} changed between its forward and its backward; run backward "
                 "before step(), load_state_dict() or edits"
             )
-        backward = block.backward = current_backward()
+        block.backward = self._begin_backward()
+
+    def _begin_backward(self) -> int:
+        """The backward that runs now, at whose end all gradients are to be reduced."""
+        backward = current_backward()
         assert backward is not None, "gradient hooks run inside a backward pass"
         if backward not in self.backwards:
             self.backwards.add(backward)
             on_backward_end(partial(self._root_post_backward, backward))
+        return backward
 
-    def _replicated_gradient_arrived(self) -> bool:
-        backward = current_backward()
-        if backward is not None and backward not in self.backwards:
-            self.backwards.add(backward)
-            on_backward_end(partial(self._root_post_backward, backward))
-        return self.reduces
+    def _gradient_arrived(self, param: Tensor) -> None:
+        """The gradient of what is replicated, or of a whole weight, perhaps by a way that no hook of its block saw."""
+        block = self._block_of.get(id(param))
+        if block is None:
+            self._begin_backward()
+            self.gradients.averager.arrived(param)
+            return
+        self.gradients.origins[id(param)] = Origin(self.comm.device)
+        if block.backward is None:
+            self._join_backward(block, block.generation)
 
     def _post_backward(self, block: Block) -> None:
         if block.phase is not Phase.BACKWARD:
@@ -415,8 +395,8 @@ class Runtime:
         buffer = block.buffer
         if block.phase is Phase.BACKWARD:
             before = self._preceding.get(block)
-            if self.gradients.origins:  # what made them has read the weights, whose memory may be freed now
-                self.gradients.join(block.matrices)
+            self.gradients.join(block.matrices)  # what made them has read the weights, whose memory may be freed now
+            # Where the block that backward comes to next shares the buffer, freeing it would only fill it again.
             self._reshard(block, before if before is not None and before.name in before.buffer.awaited else None)
         block.backward, block.calls = None, 0
         buffer.awaited.discard(block.name)
@@ -425,11 +405,17 @@ class Runtime:
                 buffer.gradients = GradState.WAITING
             return
         buffer.gradients = GradState.READY
+        # With the last block of the buffer that ran: the same one on all ranks, whichever of them got a gradient here.
         if not buffer.awaited:
             self.gradients.reduce(buffer)
 
     def _root_post_backward(self, backward: int) -> None:
-        """All gradients are reduced and visible when ``backward()`` returns."""
+        """All gradients are reduced and visible when ``backward()`` returns.
+
+        What blocks have started by themselves came in the order of this backward. What is left is started in the order
+        of the model, since the order in which gradients came here may be this rank's own; then all is waited for, and
+        averages and the vote follow ([Note: a backward on its streams]).
+        """
         for block in self.blocks:
             if block.backward == backward:
                 self._end_block(block)
@@ -466,15 +452,10 @@ class Runtime:
         run_all([self.gradients.discard, *(buffer.free for buffer in self.buffers)])
 
 
-def _notice(of_runtime: weakref.ref[Runtime], of_block: weakref.ref[Block], whole: Tensor) -> None:
-    """``whole``, a weight of a block, has a gradient, perhaps by a way that the block's hooks did not see."""
-    runtime, block = of_runtime(), of_block()
-    if runtime is None or block is None:
-        return
-    if runtime.gradients.origins is not None:
-        runtime.gradients.origins[id(whole)] = Origin(runtime.comm.device)
-    if block.backward is None:
-        runtime._join_backward(block, block.generation)
+def _tell(arrived: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -> None:
+    alive = arrived()
+    if alive is not None:
+        alive(param)
 
 
 def runtime_of(param: Tensor) -> Runtime | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,10 +22,10 @@ from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.log import logger
 
 _log = logger(__name__)
-_Matrices = dict[str, OwnedMatrix]  # of one module, by attribute
 # Kinds of values, beside those of describe().
 _ABSENT = "missing"
 _UNFIT = "not a dense tensor of its shape, or the rows of another rank, which alone wrote them to a file"
+_EXTRA = "_extra_state"  # how torch calls what a module saves beside its tensors
 _NEEDED, _TOO_MANY = "needed: ", "too many: "  # how names begin of what ranks compare
 
 
@@ -35,19 +34,14 @@ def hook_state_dicts(roots: Sequence[nn.Module], runtime: Runtime) -> None:
 
     The first needs no other rank. The second is collective: call it on all ranks.
     """
-    by_module: WeakKeyDictionary[nn.Module, _Matrices] = WeakKeyDictionary()  # modules own their hooks
-    for module in nn.ModuleList(roots).modules():
-        held = module._parameters.items()
-        if owned := {name: runtime.by_rest[id(param)] for name, param in held if id(param) in runtime.by_rest}:
-            by_module[module] = owned
-    saving, loading = _Saving(runtime), _Loading(runtime, by_module)
+    hooks = _StateDicts(runtime)
     for root in roots:
-        root.register_state_dict_pre_hook(saving.begin)
-        root.register_load_state_dict_pre_hook(loading.begin)
-        root.register_load_state_dict_post_hook(loading.end)
-    for module, matrices in by_module.items():
-        module.register_state_dict_post_hook(partial(saving.convert, matrices))
-        module.register_load_state_dict_pre_hook(partial(loading.convert, matrices))
+        root.register_state_dict_pre_hook(hooks.begin_save)
+        root.register_load_state_dict_pre_hook(hooks.begin_load)
+    for module in nn.ModuleList(roots).modules():
+        if hooks.resting(module):
+            module.register_state_dict_post_hook(partial(hooks.save))  # torch sets an attribute of it
+            module.register_load_state_dict_pre_hook(hooks.load)
 
 
 def describe(value: Any, param: Tensor) -> str | None:
@@ -65,19 +59,25 @@ def describe(value: Any, param: Tensor) -> str | None:
     return "sharded" if isinstance(value, DTensor) else "whole"
 
 
-def _resting(module: nn.Module, matrices: _Matrices) -> _Matrices:
-    """The matrices that ``module`` holds in their resting form; torch saves whole ones (``summon_full_params``)."""
-    return {name: matrix for name, matrix in matrices.items() if id(module._parameters[name]) == id(matrix.rest)}
+class _StateDicts:
+    """``state_dict()`` of one dedicated model, which any rank may call alone, and ``load_state_dict()``.
 
-
-class _Saving:
-    """``state_dict()`` of one dedicated model, or of a part of it. Any rank may call it alone."""
+    A fault of a load on one rank is raised on all, before anything is loaded. A call that starts at the model, or above
+    it, compares once what ranks got for all of it. In a call that starts below, every module that holds an owned matrix
+    compares on its own.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._warned = False
+        self._errors: list[str] | None = None  # in which torch collects faults of the load that was compared
 
-    def begin(self, _model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+    def resting(self, module: nn.Module) -> dict[str, OwnedMatrix]:
+        """By name, what ``module`` holds in the resting form; torch saves whole weights (``summon_full_params``)."""
+        by_rest = self.runtime.by_rest
+        return {name: by_rest[id(param)] for name, param in module._parameters.items() if id(param) in by_rest}
+
+    def begin_save(self, _model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         """Save nothing inside a forward or backward, or after a collective failed or ranks went out of step."""
         self.runtime.at_rest("state_dict()", summoned=True)
         with self.runtime.comm.monitor.watch("state_dict()"):
@@ -91,63 +91,40 @@ class _Saving:
                 listed(self.runtime.strangers),
             )
 
-    def convert(
-        self, matrices: _Matrices, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
-    ) -> None:
+    def save(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
         """Put copies of what this rank owns where torch has put the parameters."""
-        resting = _resting(module, matrices)
-        if len(resting) < len(matrices):
-            self.runtime.at_rest("state_dict()", summoned=True)
-        for name, matrix in resting.items():
+        self.runtime.at_rest("state_dict()", summoned=True)
+        for name, matrix in self.resting(module).items():
             state_dict[prefix + name] = state_of(matrix.master, matrix, matrix.fqn)
 
-
-class _Loading:
-    """``load_state_dict()`` of one dedicated model: a fault on one rank is raised on all, before anything is loaded.
-
-    A call that starts at the model, or above it, compares once what ranks got for all of it. In a call that starts
-    below, every module that holds an owned matrix compares on its own.
-    """
-
-    def __init__(self, runtime: Runtime, by_module: MutableMapping[nn.Module, _Matrices]) -> None:
-        self.runtime = runtime
-        self.by_module = by_module
-        self._errors: list[str] | None = None  # in which torch collects faults of the call that was compared
-        self._too_many: list[str] = []  # keys that some ranks got for nothing in the model
-
-    def begin(
+    def begin_load(
         self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *further: Any
     ) -> None:
-        """Compare what ranks got for the whole model."""
+        """Compare what ranks got for the whole model; a strict load fails on all for what any has too many."""
         owned: dict[str, OwnedMatrix] = {}
-        others: dict[str, Tensor | None] = {}
+        others: set[str] = set()
         for path, module in model.named_modules(remove_duplicate=False):
-            matrices = _resting(module, self.by_module.get(module, {}))
-            for name, tensor in _saved_by(module):
+            matrices = self.resting(module)
+            for name in _saved_by(module):
                 key = prefix + (f"{path}.{name}" if path else name)
                 if key not in state_dict:  # a wrapper may yet rename what has a canonical name in the dict
                     key = prefix + canonical_fqn(key[len(prefix) :])
                 if name in matrices:
                     owned[key] = matrices[name]
                 else:
-                    others[key] = tensor
-        self._too_many = self._compare(state_dict, owned, others, metadata, prefix)
-        self._errors = further[-1]
+                    others.add(key)
+        _, _, unexpected, self._errors = further
+        too_many = self._compare(state_dict, owned, others, metadata, prefix)
+        unexpected += [key for key in too_many if key not in state_dict]  # torch finds this rank's own
 
-    def convert(
-        self,
-        matrices: _Matrices,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        *further: Any,
+    def load(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *further: Any
     ) -> None:
         """Replace each value by what the owner has of it."""
-        keys = {prefix + name: matrix for name, matrix in _resting(module, matrices).items()}
+        keys = {prefix + name: matrix for name, matrix in self.resting(module).items()}
         errors: list[str] = further[-1]
         if keys and self._errors is not errors:
-            self._compare(state_dict, keys, {}, metadata)
+            self._compare(state_dict, keys, (), metadata)
         for key, matrix in keys.items():
             if key not in state_dict:
                 continue
@@ -161,24 +138,18 @@ class _Loading:
             # Torch copies what stands there; nothing to nothing, of a matrix that is another rank's.
             state_dict[key] = matrix.rest.like(part) if part.numel() else matrix.rest
 
-    def end(self, _model: nn.Module, incompatible: Any) -> None:
-        """Tell torch what other ranks have too many, which is a fault of a strict load alone."""
-        keys = incompatible.unexpected_keys
-        keys[:] = dict.fromkeys([*keys, *self._too_many])
-        self._errors, self._too_many = None, []
-
     def _compare(
         self,
         state_dict: Mapping[str, Any],
         owned: Mapping[str, OwnedMatrix],
-        others: Mapping[str, Tensor | None],
+        others: Collection[str],
         metadata: Mapping[str, Any],
         prefix: str | None = None,
     ) -> list[str]:
         """Raise on all ranks if they got different kinds of values. Collective.
 
         Args:
-            others: what else the model has; None if it is no tensor.
+            others: the keys of what else the model has; torch looks whether that fits.
             prefix: of the keys that something in the model must take; None does not look.
 
         Returns:
@@ -189,12 +160,9 @@ class _Loading:
             _NEEDED + key: _ABSENT if key not in state_dict else describe(state_dict[key], matrix.rest) or _UNFIT
             for key, matrix in owned.items()
         }
-        for key, tensor in others.items():  # of which ranks may have different ones: only what is wrong counts
-            misfit = _misfit(state_dict, key, tensor)
-            if misfit is not None:
-                told[_NEEDED + key] = misfit
+        told |= {_NEEDED + key: _kind(key, state_dict[key]) if key in state_dict else _ABSENT for key in others}
         if prefix is not None:
-            known = owned.keys() | others.keys()
+            known = owned.keys() | others
             told |= {_TOO_MANY + key: "" for key in state_dict if key.startswith(prefix) and key not in known}
         try:
             self.runtime.at_rest("load_state_dict()", summoned=True)
@@ -210,35 +178,28 @@ class _Loading:
         faults: dict[str, str] = {}
         for one in found:
             if one.name.startswith(_NEEDED):
-                of_first, value = ("as it should be" if said is None else said for said in (one.first, one.value))
                 key = one.name.removeprefix(_NEEDED)
-                faults[key] = f"{key} is {of_first} on rank {first} and {value} on rank {one.rank}"
+                faults[key] = f"{key} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
         if faults:
             raise RuntimeError(f"nothing was loaded: ranks were given different values: {'; '.join(faults.values())}")
         return [one.name.removeprefix(_TOO_MANY) for one in found]
 
 
-def _saved_by(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
-    """What torch saves of a module itself, by the names that it gives it."""
-    yield from ((name, param) for name, param in module._parameters.items() if param is not None)
+def _saved_by(module: nn.Module) -> Iterable[str]:
+    """The names that torch gives what it saves of a module itself."""
+    yield from (name for name, param in module._parameters.items() if param is not None)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
+            yield name
     if type(module).get_extra_state is not nn.Module.get_extra_state:
-        yield "_extra_state", None
+        yield _EXTRA
 
 
-def _misfit(state_dict: Mapping[str, Any], key: str, tensor: Tensor | None) -> str | None:
-    """What is wrong with a value that dmuon does not own, which torch loads where this rank has ``tensor``."""
-    if key not in state_dict:
-        return _ABSENT
-    value = state_dict[key]
-    if tensor is None or not isinstance(value, Tensor):
-        return None if tensor is None else type(value).__name__
-    if value.shape == tensor.shape and isinstance(value, DTensor) == isinstance(tensor, DTensor):
-        return None
-    what = "a DTensor" if isinstance(value, DTensor) else "a tensor"
-    return f"{what} of shape {tuple(value.shape)} for {tuple(tensor.shape)}"
+def _kind(key: str, value: Any) -> str:
+    """What a rank was given for what dmuon does not own; of extra state ranks may have their own."""
+    if key.endswith(_EXTRA) or not isinstance(value, Tensor):
+        return "no tensor"
+    return f"a {'DTensor' if isinstance(value, DTensor) else 'tensor'} of shape {tuple(value.shape)}"
 
 
 def is_of_another_rank(value: Tensor) -> bool:

@@ -404,7 +404,7 @@ def _ordered(params: Set[Any]) -> list[Tensor]:
     """``params`` in an order that all ranks share: a set has none, but owned parameters have names."""
     if not all(isinstance(p, OwnedTensor) for p in params):
         raise TypeError("params is a set, whose order differs between ranks; pass a list, or owned_parameters(model)")
-    return sorted(params, key=lambda p: (p.keeper.name, p.fqn))  # several dedicated models may share names
+    return sorted(params, key=lambda p: (p.keeper.comm.monitor.name, p.fqn))  # several dedicated models may share names
 
 
 def inherit_ns(group: dict[str, Any]) -> None:

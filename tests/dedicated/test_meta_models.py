@@ -1,4 +1,4 @@
-"""Models on the meta device: the first rank initializes some modules at a time, and no rank holds the whole."""
+"""Models on the meta device: the first rank initializes one module after the other, and no rank holds the whole."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_failure_of_the_first_rank_ends_all_and_leaves_the_model_as_it_was(ran
         if rank == 0:
             assert raised.matches(RuntimeError, f"initializing .*{says}"), raised
         else:
-            given_up = "initializing '.*' and what follows was given up, because rank 0"
+            given_up = "initializing '.*' was given up, because rank 0"
             assert raised.matches(dmuon.CollectiveError, given_up), raised
         assert all(dict(model.named_parameters())[name] is param for name, param in params.items())
     torch.manual_seed(3)

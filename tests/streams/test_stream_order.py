@@ -75,7 +75,7 @@ GONE = "by design: nobody takes the early updates of an optimizer that is gone, 
 ALLOWED: dict[str, dict[Pair, str]] = {
     "clipped overlap": {("memory", "_stacked", "clip_grad_norm_"): EARLY},
     "dropped graphs": {("memory", "_stacked", "clip_grad_norm_"): EARLY},
-    "edited gradients": {("memory", "_stacked", "_run_alone"): EARLY},
+    "edited gradients": {("memory", "_stacked", "_run"): EARLY},
     "loaded early": {("memory", "EarlyUpdates._start", "_store"): EARLY},
     "rebuilt": {("reuse", "EarlyUpdates._start", "_zeros"): GONE},
     "two backwards": {("memory", "_stacked", "OwnedMatrix.set_grad"): EARLY},
@@ -95,7 +95,7 @@ AGREES = Counter(  # on what is averaged, behind the first backward
     {
         Site("HostCopy.tolist", "Event.synchronize"): 1,
         Site("GradAverager._difference", "tolist"): 1,
-        Site("require_no_fault", "_local_scalar_dense"): 1,
+        Site("agree", "_local_scalar_dense"): 8,  # two for each rank, of which some programs have fewer
         # Ranks of a mesh, the first time that it is seen.
         Site("_line_of", "nonzero"): 2,
         Site("_line_of", "_local_scalar_dense"): 2,
@@ -343,8 +343,6 @@ HARMLESS = {
     "stream.wait_stream in CudaGraphs.record": GRAPH,
     "current.wait_stream in CudaGraphs.record": GRAPH,
     "monitor.synchronize in make_comm": CONNECTS,
-    "origin.join in GradAverager.finish": ENGINE,
-    "self._origin.await_users in _Bucket.finish": ENGINE,
     "self._origin.await_users in GradReduction._wait_for_all": ENGINE,
     "self._origin.await_users in GradReduction.finish": ENGINE,
     "exchange.alone in find_residencies": "no stream: parameters that this rank has alone",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ _log = logger(__name__)
 # Kinds of values, beside those of describe().
 _ABSENT = "missing"
 _UNFIT = "not a dense tensor of its shape, or the rows of another rank, which alone wrote them to a file"
-_EXTRA = "_extra_state"  # how torch calls what a module saves beside its tensors
 _NEEDED, _TOO_MANY = "needed: ", "too many: "  # how names begin of what ranks compare
 
 
@@ -102,20 +101,20 @@ class _StateDicts:
     ) -> None:
         """Compare what ranks got for the whole model; a strict load fails on all for what any has too many."""
         owned: dict[str, OwnedMatrix] = {}
-        others: set[str] = set()
+        others: dict[str, Tensor | None] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             matrices = self.resting(module)
-            for name in _saved_by(module):
+            for name, tensor in _saved_by(module):
                 key = prefix + (f"{path}.{name}" if path else name)
                 if key not in state_dict:  # a wrapper may yet rename what has a canonical name in the dict
                     key = prefix + canonical_fqn(key[len(prefix) :])
                 if name in matrices:
                     owned[key] = matrices[name]
                 else:
-                    others.add(key)
+                    others[key] = tensor
         _, _, unexpected, self._errors = further
         too_many = self._compare(state_dict, owned, others, metadata, prefix)
-        unexpected += [key for key in too_many if key not in state_dict]  # torch finds this rank's own
+        unexpected += dict.fromkeys(key for key in too_many if key not in state_dict)  # torch finds this rank's own
 
     def load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *further: Any
@@ -124,7 +123,7 @@ class _StateDicts:
         keys = {prefix + name: matrix for name, matrix in self.resting(module).items()}
         errors: list[str] = further[-1]
         if keys and self._errors is not errors:
-            self._compare(state_dict, keys, (), metadata)
+            self._compare(state_dict, keys, {}, metadata)
         for key, matrix in keys.items():
             if key not in state_dict:
                 continue
@@ -142,14 +141,14 @@ class _StateDicts:
         self,
         state_dict: Mapping[str, Any],
         owned: Mapping[str, OwnedMatrix],
-        others: Collection[str],
+        others: Mapping[str, Tensor | None],
         metadata: Mapping[str, Any],
         prefix: str | None = None,
     ) -> list[str]:
         """Raise on all ranks if they got different kinds of values. Collective.
 
         Args:
-            others: the keys of what else the model has; torch looks whether that fits.
+            others: what else the model has; None if it is no tensor.
             prefix: of the keys that something in the model must take; None does not look.
 
         Returns:
@@ -160,9 +159,12 @@ class _StateDicts:
             _NEEDED + key: _ABSENT if key not in state_dict else describe(state_dict[key], matrix.rest) or _UNFIT
             for key, matrix in owned.items()
         }
-        told |= {_NEEDED + key: _kind(key, state_dict[key]) if key in state_dict else _ABSENT for key in others}
+        for key, tensor in others.items():  # of which ranks may have different ones: only what is wrong counts
+            misfit = _misfit(state_dict, key, tensor)
+            if misfit is not None:
+                told[_NEEDED + key] = misfit
         if prefix is not None:
-            known = owned.keys() | others
+            known = owned.keys() | others.keys()
             told |= {_TOO_MANY + key: "" for key in state_dict if key.startswith(prefix) and key not in known}
         try:
             self.runtime.at_rest("load_state_dict()", summoned=True)
@@ -178,28 +180,35 @@ class _StateDicts:
         faults: dict[str, str] = {}
         for one in found:
             if one.name.startswith(_NEEDED):
+                of_first, value = ("as it should be" if said is None else said for said in (one.first, one.value))
                 key = one.name.removeprefix(_NEEDED)
-                faults[key] = f"{key} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
+                faults[key] = f"{key} is {of_first} on rank {first} and {value} on rank {one.rank}"
         if faults:
             raise RuntimeError(f"nothing was loaded: ranks were given different values: {'; '.join(faults.values())}")
         return [one.name.removeprefix(_TOO_MANY) for one in found]
 
 
-def _saved_by(module: nn.Module) -> Iterable[str]:
-    """The names that torch gives what it saves of a module itself."""
-    yield from (name for name, param in module._parameters.items() if param is not None)
+def _saved_by(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
+    """What torch saves of a module itself, by the names that it gives it."""
+    yield from ((name, param) for name, param in module._parameters.items() if param is not None)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name
+            yield name, buffer
     if type(module).get_extra_state is not nn.Module.get_extra_state:
-        yield _EXTRA
+        yield "_extra_state", None
 
 
-def _kind(key: str, value: Any) -> str:
-    """What a rank was given for what dmuon does not own; of extra state ranks may have their own."""
-    if key.endswith(_EXTRA) or not isinstance(value, Tensor):
-        return "no tensor"
-    return f"a {'DTensor' if isinstance(value, DTensor) else 'tensor'} of shape {tuple(value.shape)}"
+def _misfit(state_dict: Mapping[str, Any], key: str, tensor: Tensor | None) -> str | None:
+    """What is wrong with a value that dmuon does not own, which torch loads where this rank has ``tensor``."""
+    if key not in state_dict:
+        return _ABSENT
+    value = state_dict[key]
+    if tensor is None or not isinstance(value, Tensor):
+        return None if tensor is None else type(value).__name__
+    if value.shape == tensor.shape and isinstance(value, DTensor) == isinstance(tensor, DTensor):
+        return None
+    what = "a DTensor" if isinstance(value, DTensor) else "a tensor"
+    return f"{what} of shape {tuple(value.shape)} for {tuple(tensor.shape)}"
 
 
 def is_of_another_rank(value: Tensor) -> bool:

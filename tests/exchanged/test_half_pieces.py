@@ -38,10 +38,9 @@ def trained(name: str, **options: Any) -> dict[str, Tensor]:
     [
         ("fsdp2-2", torch.float16),
         ("fsdp2-hsdp", torch.bfloat16),
-        ("fsdp2-tp", torch.float16),
         *(
             pytest.param(name, HALF[i % 2], marks=pytest.mark.slow)
-            for i, name in enumerate(("fsdp2-4", "tp-alone", "replicate-fsdp", "tp"))
+            for i, name in enumerate(("fsdp2-4", "tp-alone", "replicate-fsdp", "tp", "fsdp2-tp"))
         ),
     ],
 )

@@ -415,7 +415,7 @@ def held_state(run: Run) -> dict[str, Tensor]:
 
 
 @pytest.mark.pitfall("P84")
-@pytest.mark.parametrize("world", PAIRS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks(timeout=100.0)
 def test_the_state_dict_of_one_layout_loads_in_another_or_is_refused_by_name(rank: int, world: int) -> None:
     """Before anything has changed."""

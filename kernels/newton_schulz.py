@@ -105,8 +105,13 @@ def orthogonalize(
     if len(size) > 3:
         x = x.reshape(-1, *size[-2:])
     normalized, _ = normalize(x, storage, eps)
-    result = run(normalized if normalized.ndim == 3 else normalized[None], variant, sequence, storage)
-    return (result if result.dtype == x.dtype else result.to(x.dtype)).reshape(size)
+    if normalized.ndim == 2 and not variant.replay:  # it may be small, where every call counts
+        with full_precision(x.device):
+            result = iterate(normalized, variant, sequence, make_arithmetic(variant.backend, x.device, storage))
+    else:
+        result = run(normalized if normalized.ndim == 3 else normalized[None], variant, sequence, storage)
+    result = result if result.dtype == x.dtype else result.to(x.dtype)
+    return result if result.shape == size else result.reshape(size)
 
 
 def run(

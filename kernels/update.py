@@ -72,13 +72,7 @@ def momentum_update(
     Raises:
         ValueError: momentum not fp32 or fp64, or a gradient of another shape than its momentum.
     """
-    fused = _fused_fold(grads, momentum)
-    if fused is not None:
-        found: Tensor = fused.momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
-        return found
-    update = _stacked(grads, momentum)
-    momentum.lerp_(update, 1 - beta)
-    return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
+    return _fold(grads, momentum, beta, nesterov, _fused_fold(grads, momentum))
 
 
 @torch.no_grad()
@@ -108,7 +102,7 @@ def normalized_momentum(
     if fused is not None and kept != torch.float64:
         norms = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
         return fused.normalized_update(grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, dtype=kept), norms
-    update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
+    update = _fold(grads, momentum, beta, nesterov, fused)
     return normalize(update, storage, eps, out=update if update.dtype == kept else None)
 
 
@@ -132,7 +126,7 @@ def momentum_norms(
     if fused is not None:
         found: Tensor = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
         return found
-    update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
+    update = _fold(grads, momentum, beta, nesterov, None)
     norms: Tensor = torch.linalg.vector_norm(update.flatten(1), dim=1, dtype=torch.float64)
     return norms
 
@@ -281,6 +275,16 @@ def _fused_fold(grads: Sequence[Tensor], momentum: Tensor) -> Any:
             raise ValueError(f"gradient {index} is {tuple(grad.shape)}, momentum {tuple(shape)}; batch equal shapes")
     fused = _fused(momentum.device)
     return fused if fused is not None and grads and fused.takes(grads, momentum) else None
+
+
+def _fold(grads: Sequence[Tensor], momentum: Tensor, beta: float, nesterov: bool, fused: Any) -> Tensor:
+    """:func:`momentum_update` of checked arguments, by ``fused`` if that is not ``None``."""
+    if fused is not None:
+        folded: Tensor = fused.momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
+        return folded
+    update = _stacked(grads, momentum)
+    momentum.lerp_(update, 1 - beta)
+    return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
 
 
 def _stacked(grads: Sequence[Tensor], momentum: Tensor) -> Tensor:

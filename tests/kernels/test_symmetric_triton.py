@@ -93,16 +93,6 @@ def test_default_does_not_spill_where_strides_or_addresses_forbid_vectors(offset
     assert resources(recorder.kernels[0]).spill_bytes == 0
 
 
-@pytest.mark.parametrize("arch", [90, 100])
-def test_only_tiles_on_the_diagonal_are_mirrored_in_place(arch):
-    """Elsewhere the transpose is a matter of names: the store takes it as it is."""
-    ir = _compiled(WIDE, arch).asm["ttgir"]
-    before, _, branches = ir[ir.rindex("scf.for") :].partition("tt.trans")[2].partition("scf.if")
-    diagonal, _, elsewhere = branches.partition("} else {")
-    assert "convert_layout" in diagonal
-    assert "convert_layout" not in before and "convert_layout" not in elsewhere
-
-
 @pytest.mark.parametrize("arch", [80, 90])
 def test_through_pointers_a_single_addend_is_on_its_way_while_the_product_is_computed(arch):
     config = TileConfig(128, 64, 8, 3)

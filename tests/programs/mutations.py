@@ -131,7 +131,7 @@ FAULTS = {
         "copies_are_counted_twice": "copies = «elements / prod(shape)→1.0»",
         "recorded_update_without_learning_rate": "of_update« * factor**2→», of_weight",
     },
-    "tests/report/test_matrix_tables.py -k calls": {
+    "tests/report/test_matrix_tables.py": {
         "predictions_by_shape_alone": "{m.name: (plan.owners[m.name], «(m.rows, m.cols)→m.shape», m.pool)",
     },
     "tests/report/test_exchange_accounting.py": {

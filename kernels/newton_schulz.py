@@ -238,7 +238,11 @@ def normalize(
         return out, torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
     compute = x.dtype if x.dtype in _ITSELF else torch.promote_types(x.dtype, torch.float32)
     found = None if waits else _norms(x.to(compute))
-    if found is not None and all(low < norm < high and norm > eps for norm in found.flatten().tolist()):
+    for norm in [] if found is None else found.flatten().tolist():
+        if not (low < norm < high and norm > eps):
+            found = None
+            break
+    if found is not None:
         torch.div(x, found.to(compute), out=out)
     else:
         found = _divide_at_any_scale(*((x, out) if x.ndim == 3 else (x[None], out[None])), compute, eps)

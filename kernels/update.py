@@ -207,8 +207,11 @@ def apply_update_(
     """
     params = list(params)
     stacks = [update] if isinstance(update, Tensor) else list(update)
-    updates = [matrix for stack in stacks for matrix in stack.unbind(0)]
-    if any(stack.ndim != 3 for stack in stacks) or len(params) != len(updates):
+    updates, fit = list[Tensor](), True
+    for stack in stacks:
+        fit = fit and stack.ndim == 3
+        updates += stack.unbind(0)
+    if not fit or len(params) != len(updates):
         found = ", ".join(str(tuple(stack.shape)) for stack in stacks)
         raise ValueError(f"update must be ({len(params)}, m, n) for {len(params)} parameters, got {found}")
     for index, (param, matrix) in enumerate(zip(params, updates, strict=True)):
@@ -290,9 +293,11 @@ def _fold(grads: Sequence[Tensor], momentum: Tensor, beta: float, nesterov: bool
 def _stacked(grads: Sequence[Tensor], momentum: Tensor) -> Tensor:
     """A new tensor in momentum's dtype; it converts more slowly in one call than copies do."""
     update = torch.empty_like(momentum, memory_format=torch.contiguous_format)
-    if any(grad.dtype != update.dtype for grad in grads):
-        torch._foreach_copy_(list(update.unbind(0)), list(grads))
-    elif grads:  # of none torch makes an error
+    for grad in grads:
+        if grad.dtype != update.dtype:
+            torch._foreach_copy_(list(update.unbind(0)), list(grads))
+            return update
+    if grads:  # of none torch makes an error
         torch.stack(list(grads), out=update)
     return update
 

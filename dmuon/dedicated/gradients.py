@@ -265,7 +265,7 @@ class Gradients:
         """Wait for everything under way, agree on what is unused, and average what is replicated."""
         while self._reductions:
             self._finish_oldest()
-        self._settle(self.averager.finish())
+        self._settle(self.averager.finish() if self.averager.params else [])
 
     def discard(self) -> None:
         """Forget a backward that did not finish; waits for everything under way, whatever fails."""

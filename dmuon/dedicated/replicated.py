@@ -81,20 +81,29 @@ class ManagedModules:
         self._excluded = weakref.WeakSet(module for root in roots.values() for module in excluded_modules(root))
         self._blocks = blocks
 
-    def _alive(self) -> dict[str, nn.Module]:
-        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
-        of_blocks = {str(number): block.module for number, block in enumerate(self._blocks)}
-        found = roots if any(root is not None for root in roots.values()) else of_blocks
-        return {prefix: module for prefix, module in found.items() if module is not None}
-
-    def modules(self) -> list[nn.Module]:
-        """All of them, each once; those of several roots may share some."""
-        met = set(self._excluded)
-        return [module for root in self._alive().values() for _, module in root.named_modules(memo=met)]
+    def modules(self) -> Iterable[nn.Module]:
+        """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
+        found: dict[nn.Module, None] = {}
+        waiting: list[nn.Module | None] = []
+        for root in self._roots.values():
+            waiting.append(root())
+        if waiting.count(None) == len(waiting):
+            waiting += [block.module for block in self._blocks]
+        waiting.reverse()
+        while waiting:
+            module = waiting.pop()
+            if module is not None and module not in found:
+                found[module] = None
+                waiting += [*module._modules.values()][::-1]
+        return [module for module in found if module not in self._excluded] if self._excluded else found
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All that they hold."""
-        alive, theirs = self._alive(), held_by(self._excluded)
+        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
+        alive = {prefix: root for prefix, root in roots.items() if root is not None}
+        if not alive:
+            alive = {str(i): block.module for i, block in enumerate(self._blocks) if block.module is not None}
+        theirs = held_by(self._excluded)
         whole = alive[""] if "" in alive else nn.ModuleDict(alive)
         return ((name, param) for name, param in whole.named_parameters() if id(param) not in theirs)
 

@@ -33,6 +33,7 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_state import state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import GradAverager, ManagedModules
+from dmuon.kernels import streams_of
 from dmuon.layout.topology import GlobalRank
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.streams import Origin
@@ -99,6 +100,7 @@ class Runtime:
         self.backwards: set[int] = set()
         self.publications = Publications(comm)
         self._has_root = "" in roots
+        self._has_streams = streams_of(comm.device) is not None
         if self._has_root:
             roots[""].register_forward_pre_hook(self._root_pre_forward)
             roots[""].register_forward_hook(self._root_post_forward)
@@ -379,7 +381,8 @@ class Runtime:
             self._begin_backward()
             self.gradients.averager.arrived(param)
             return
-        self.gradients.origins[id(param)] = Origin(self.comm.device)
+        if self._has_streams:
+            self.gradients.origins[id(param)] = Origin(self.comm.device)
         if block.backward is None:
             self._join_backward(block, block.generation)
 
@@ -395,7 +398,8 @@ class Runtime:
         buffer = block.buffer
         if block.phase is Phase.BACKWARD:
             before = self._preceding.get(block)
-            self.gradients.join(block.matrices)  # what made them has read the weights, whose memory may be freed now
+            if self.gradients.origins:  # what made them has read the weights, whose memory may be freed now
+                self.gradients.join(block.matrices)
             # Where the block that backward comes to next shares the buffer, freeing it would only fill it again.
             self._reshard(block, before if before is not None and before.name in before.buffer.awaited else None)
         block.backward, block.calls = None, 0

@@ -352,9 +352,10 @@ def strategies_of(
     found: dict[int, str] = {}
     for group in groups:
         given = group.get(STRATEGY, default) if group["use_muon"] else "owner"
+        ways = ways_of(given).items()
         for param in group["params"] if given != "owner" or (left and group["use_muon"]) else ():
             name = names[id(param)]
-            chosen = next((way for pattern, way in ways_of(given).items() if fnmatchcase(name, pattern)), "owner")
+            chosen = next((way for pattern, way in ways if fnmatchcase(name, pattern)), "owner")
             if id(param) in left:
                 if chosen not in ("owner", "sharded", left[id(param)]) and not team_size(chosen):
                     raise ValueError(

@@ -326,7 +326,9 @@ class Dedicated(Residency):
         return sorted(rounds, key=lambda round_: min(batch.position for batch in round_.batches))
 
     def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
-        self._runtime.gradients.listeners.append(weakref.WeakMethod(landed))
+        gradients = self._runtime.gradients
+        living = [listener for listener in gradients.listeners if listener() is not None]
+        gradients.listeners = [*living, weakref.WeakMethod(landed)]
 
     def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
         """Of all groups that hold parameters of the model."""

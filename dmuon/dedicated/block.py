@@ -252,12 +252,21 @@ class _Boundary(torch.autograd.Function):
         return (None, *grads)
 
 
+Storages = dict[int, torch.UntypedStorage]
+
+
+def storages_of(blocks: Sequence[Block]) -> Storages:
+    """The memory of whole weights, as :class:`SavedTensors` knows it again."""
+    return {storage_id(storage): storage for block in blocks for storage in block.buffer.storages}
+
+
 class SavedTensors:
     """The pair of hooks of one forward of a block, around what this thread computes until :meth:`end`.
 
     Args:
         blocks: of the module, one for each dtype.
         generation: of their weights.
+        storages: the memory of these.
         enter: called of a block with its generation, before anything is handed back, if it is not at work with these
             weights: unshards them and waits for them.
 
@@ -267,10 +276,12 @@ class SavedTensors:
 
     __slots__ = ("_blocks", "_enter", "_generation", "_outside", "_storages", "any")
 
-    def __init__(self, blocks: Sequence[Block], generation: int, enter: Callable[[Block, int], None]) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], generation: int, storages: Storages, enter: Callable[[Block, int], None]
+    ) -> None:
         self._blocks = blocks
         self._generation = generation
-        self._storages = {storage_id(storage): storage for block in blocks for storage in block.buffer.storages}
+        self._storages = storages
         self._enter = enter
         self._outside: SavedTensorHooks | None = saved_tensor_hooks()
         self.any = False

@@ -15,12 +15,12 @@ column of replicas, ``a`` the averages of what nobody shards, ``v`` the vote::
 
 The stream that computes packs the gradients of a block and frees the whole ones; from then on the reduction has memory
 of its own. ``reduce_stream`` waits for the packing, then runs ``r`` and, behind it, ``c``, which reads what ``r`` has
-brought. Nobody waits for a reduction while blocks are left, unless ``outstanding_reductions`` are under way: then the
-computing stream waits for the oldest, up to the event behind its ``c``, and not for those that were queued later. When
-autograd has no work left, all reductions are waited for in the order in which they started; the averages start, and
-then the vote. So on every rank the order is that of the blocks, then the averages, then the vote, however long anything
-has taken. The computing stream alone puts a gradient on its parameter, after it has waited for the reduction: hooks,
-clipping and the step have nothing to wait for.
+brought. Nobody waits for a reduction while blocks are left, unless two are under way: then the computing stream waits
+for the oldest, up to the event behind its ``c``, and not for those that were queued later. When autograd has no work
+left, all reductions are waited for in the order in which they started; the averages start, and then the vote. So on
+every rank the order is that of the blocks, then the averages, then the vote, however long anything has taken. The
+computing stream alone puts a gradient on its parameter, after it has waited for the reduction: hooks, clipping and the
+step have nothing to wait for.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dmuon.platform.torch_private import accumulation_hooks, local_tensor
 from dmuon.step.residency import Options, like_param
 
 Landed = Callable[[Sequence[Tensor]], None]
-_MOST_REDUCTIONS = 2  # under way at once: a third would keep one more buffer of gradients
+_MAX_REDUCTIONS = 2  # under way at once: a third would keep one more buffer of gradients
 
 
 class GradReduction:
@@ -94,7 +94,7 @@ class GradReduction:
         wait for it before the gradients are freed, whose memory goes back to them.
         """
         made: list[Origin] = []
-        for matrix in self.buffer.matrices:
+        for matrix in self.buffer.matrices if origins else ():
             origin = origins.pop(id(matrix.full), None)
             if origin is not None:
                 origin.join()
@@ -241,7 +241,7 @@ class Gradients:
 
     def reduce(self, buffer: OwnedBuffer) -> None:
         """Start reducing the gradients of a buffer; waits for the oldest reduction if too many are under way."""
-        while len(self._reductions) >= _MOST_REDUCTIONS:
+        while len(self._reductions) >= _MAX_REDUCTIONS:
             self._finish_oldest()
         for earlier in self._reductions:
             earlier.advance()

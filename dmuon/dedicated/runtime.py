@@ -26,7 +26,16 @@ from torch.utils._pytree import tree_leaves
 
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
-from dmuon.dedicated.block import Block, OrderCheck, Phase, SavedTensors, buffers_along, mark_boundary, tell_of_hooks
+from dmuon.dedicated.block import (
+    Block,
+    OrderCheck,
+    Phase,
+    SavedTensors,
+    buffers_along,
+    mark_boundary,
+    storages_of,
+    tell_of_hooks,
+)
 from dmuon.dedicated.buffer import BufferState, GradState, Publications
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
@@ -96,7 +105,7 @@ class Runtime:
         for block in self.blocks:
             of_module.setdefault(id(block.module), []).append(block)
         # The first of them hooks what the graph saves, of the whole weights of all.
-        self._alike = {alike[0]: alike for alike in of_module.values()}
+        self._alike = {alike[0]: (alike, storages_of(alike)) for alike in of_module.values()}
         self.backwards: set[int] = set()
         self.publications = Publications(comm)
         self._has_root = "" in roots
@@ -291,7 +300,8 @@ class Runtime:
                     block.calls += not recomputes  # the graph of a recomputation may never be differentiated
         if trains and block in self._alike and not block.buffer.keep and saved_tensor_hooks_refusal() is None:
             # What the graph saves from now on comes back by way of the block: [Note: how backward enters a block].
-            block.saving.append(SavedTensors(self._alike[block], self.generation, self._pre_backward))
+            alike, storages = self._alike[block]
+            block.saving.append(SavedTensors(alike, self.generation, storages, self._pre_backward))
         return passed
 
     @outside_compile
@@ -301,7 +311,7 @@ class Runtime:
         if block.saving:
             saved = block.saving.pop()
             saved.end()
-            for one in self._alike[block] if error is None and saved.any else ():
+            for one in self._alike[block][0] if error is None and saved.any else ():
                 one.buffer.awaited.add(one.name)
             if error is not None:
                 tell_of_hooks(error, block.name)

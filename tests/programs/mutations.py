@@ -91,7 +91,7 @@ FAULTS = {
     "tests/dedicated/test_comm_options.py": {
         "prefetch": "islice(buffers, 1, «1 + self.comm.options.prefetch→2»)",
         "prefetch_of_a_step": "self._fill_budget = «self._comm.options.prefetch→1»",
-        "outstanding_reductions": "while len(self._reductions) >= «_MOST_REDUCTIONS→1»:",
+        "outstanding_reductions": "while len(self._reductions) >= «_MAX_REDUCTIONS→1»:",
         "merge_bytes": "_nbytes(growing[dtype] + weights, dtype) > «comm.options.merge_bytes→0»:",
         "merge_bytes_of_one_block_only": "_nbytes(growing[dtype]« + weights→», dtype) > comm.options.merge_bytes:",
     },

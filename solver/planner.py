@@ -49,11 +49,17 @@ class Plan:
     starts_ns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [m.name for m in self.matrices]
-        whole = all(is_int(ns) and ns >= 0 for ns in (*self.loads_ns, *self.starts_ns, self.bound_ns))
-        owned = list(self.owners) == names and all(0 <= rank < self.world for rank in self.owners.values())
-        if not (whole and owned and len(self.starts_ns) in (0, self.world)):
-            raise ValueError("plan: owners, matrices and loads in whole nanoseconds do not fit together; plan again")
+        if list(self.owners) != [m.name for m in self.matrices]:
+            raise ValueError("plan: owners and matrices must name the same matrices, sorted; plan again")
+        for name, rank in self.owners.items():
+            if not 0 <= rank < self.world:
+                raise ValueError(
+                    f"plan: the owner of {name!r} is rank {rank}, outside 0 … {self.world - 1}; plan again"
+                )
+        if len(self.starts_ns) not in (0, self.world):
+            raise ValueError(f"plan: {len(self.starts_ns)} ranks have work before, of {self.world}; plan again")
+        if not all(is_int(ns) and ns >= 0 for ns in (*self.loads_ns, *self.starts_ns, self.bound_ns)):
+            raise ValueError("plan: loads must be whole nanoseconds, and so must the bound; plan again")
         if self.matrices and not 0 < self.bound_ns <= self.makespan_ns:
             raise ValueError(
                 f"plan: bound {self.bound_ns} ns is not in (0, makespan {self.makespan_ns} ns]; plan again"
@@ -179,8 +185,10 @@ class Plan:
                 estimated=tuple((small, large) for small, large in data["estimated"]),
                 starts_ns=tuple(data.get("starts_ns", ())),  # files of earlier versions lack it
             )
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"plan: a field is missing or ill-typed ({error!r}); plan again") from error
+        except KeyError as error:
+            raise ValueError(f"plan: field {error} is missing; plan again") from error
+        except (TypeError, IndexError) as error:
+            raise ValueError(f"plan: a field is ill-typed ({error}); plan again") from error
 
 
 def _shorten(rows: Sequence[str], loads: Sequence[int]) -> list[str]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.norm import named_tensor
+from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor
 from dmuon.dedicated.owned_tensor import LOCAL, OwnedTensor
 from dmuon.layout.shards import Run, layout_of
@@ -140,13 +141,13 @@ class OwnedState(OwnedTensor):
     def write_even(self, shard: Tensor, fault: Exception | None = None) -> None:
         """As of a parameter; ``fault`` is why this rank cannot, of which the others hear."""
         shape = even_shape(self.shape, self.device_mesh, self.placements)
-        unfit = torch.tensor(shard.shape != shape or fault is not None, dtype=torch.int32)
-        unfit = unfit.to(self.device_mesh.device_type)
+        is_unfit = shard.shape != shape or fault is not None
+        unfit = torch.tensor(this_rank() + 1 if is_unfit else 0, dtype=torch.int32).to(self.device_mesh.device_type)
         _all_reduce(unfit, self.device_mesh, dist.ReduceOp.MAX)
-        if unfit:
+        if (last := int(unfit)) > 0:
             raise fault or ValueError(
-                f"{self.fqn}: some rank writes an even shard of another shape, or cannot write one now; here it has "
-                f"{tuple(shard.shape)}, and {tuple(shape)} fits"
+                f"{self.fqn}: rank {last - 1} writes an even shard of another shape, or cannot write one now; here it "
+                f"has {tuple(shard.shape)}, and {tuple(shape)} fits"
             )
         local = shard.to(device=self.device_mesh.device_type)
         whole = as_dtensor(local, self.device_mesh, self.placements, self.shape).full_tensor()

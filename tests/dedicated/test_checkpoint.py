@@ -236,7 +236,7 @@ def test_an_even_shard_of_another_shape_is_refused_on_all_ranks(rank: int, world
     model = dedicated()
     name, param = next(iter(owned(model).items()))
     shard = torch.zeros(param.shape).chunk(world)[rank]
-    with pytest.raises(ValueError, match=f"{name}: some rank writes an even shard of another shape"):
+    with pytest.raises(ValueError, match=f"{name}: rank 1 writes an even shard of another shape"):
         param.to_local().copy_(shard[1:] if rank else shard)
     param.to_local().copy_(shard)
     with dmuon.summon_full_params(model, writeback=False):
@@ -258,7 +258,7 @@ def test_a_write_that_one_rank_cannot_make_is_refused_on_all_ranks(rank: int, wo
 
     before = full_state(model)
     hook = model.get_submodule(name.rpartition(".")[0]).register_forward_hook(write)
-    told = r"a write to to_local\(\) while block" if rank else "some rank .* cannot write one now"
+    told = r"a write to to_local\(\) while block" if rank else "rank 1 writes .* or cannot write one now"
     with torch.no_grad(), pytest.raises((RuntimeError, ValueError), match=told):
         model(x) if rank else write()
     hook.remove()

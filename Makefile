@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup train test lint docs bench clean
+.PHONY: setup train test lint docs bench curves clean
 
 setup: $(STAMP)
 
@@ -35,8 +35,8 @@ docs: $(STAMP)
 RECORD = $(VENV)/bin/python bench/$(1) --json bench/results/$(2).json
 bench: $(STAMP)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt 'transformers>=5'
-	$(call RECORD,step.py --rounds 11,step-modes-cpu)
-	$(call RECORD,step.py --programs sweep --rounds 9,step-sweep-cpu)
+	$(call RECORD,step.py --rounds 9,step-modes-cpu)
+	$(call RECORD,step.py --programs sweep --rounds 7,step-sweep-cpu)
 	$(call RECORD,step.py --programs ablation --rounds 3,ablation-cpu)
 	$(call RECORD,exchange.py,exchange-cpu)
 	-$(call RECORD,exchange.py --rate 400mbit --rounds 5 --warmup 1,exchange-400mbit-cpu)
@@ -48,6 +48,10 @@ bench: $(STAMP)
 	$(call RECORD,simulate.py --products,products-published)
 	$(call RECORD,numerics.py,numerics)
 	$(call RECORD,newton_schulz.py --seconds 2,newton-schulz-cpu)
+	$(VENV)/bin/python bench/figures.py --write
+
+# Training curves of every member of the family and every format, three seeds: as long again.
+curves: $(STAMP)
 	$(call RECORD,family.py --steps 100,family-cpu)
 	$(VENV)/bin/python bench/figures.py --write
 

@@ -32,6 +32,7 @@ docs: $(STAMP)
 
 , := ,
 # What the pages quote, on two idle cores; then the figures in the pages. Each record says how long it took.
+MODELS = gpt2-124m gpt2-1.5b pi0 qwen2.5-7b llama-3-8b llama-3-70b
 RECORD = $(VENV)/bin/python bench/$(1) --json bench/results/$(2).json
 bench: $(STAMP)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt 'transformers>=5'
@@ -46,6 +47,7 @@ bench: $(STAMP)
 	$(call RECORD,planner_gaps.py --costs h200,planner-gaps-h200)
 	$(call RECORD,simulate.py --fit,simulation-fit)
 	$(call RECORD,simulate.py --products,products-published)
+	$(call RECORD,simulate.py --worlds 64 128 256 512 1024 --table $(MODELS:%=examples/models/%.json),scaling-h200)
 	$(call RECORD,numerics.py,numerics)
 	$(call RECORD,newton_schulz.py --seconds 2,newton-schulz-cpu)
 	$(VENV)/bin/python bench/figures.py --write

@@ -10,9 +10,8 @@ medians of ratios of neighbours in time. Programs:
 - bf16: `orthogonalize(x, dtype=torch.bfloat16)`; `fp16 of gram-newton-schulz`, where that package is installed;
 - our gram, squares: `orthogonalize` in the Gram form, and with the preset of two blocks of squares.
 
-Modes: `models`, the shapes of `--models`, sides divided by `--scale`; `small`, single matrices from 16 x 16 on, on warm
-caches, which is where calls count; `bf16`; `squares`. All but `small` find the caches cold. A shape ends after
-`--seconds`, with three rounds at least.
+Modes: `large`, from 256 rows on; `small`, single matrices from 16 x 16 on, on warm caches, which is where calls count;
+`bf16`; `squares`. All but `small` find the caches cold. A shape ends after `--seconds`, with three rounds at least.
 
     python bench/newton_schulz.py
     python bench/newton_schulz.py --mode small --rounds 400 --seconds 4
@@ -30,7 +29,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,21 +43,18 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dmuon.kernels import coefficient_sequence, orthogonalize
 from dmuon.kernels.device import cpu_multiplies_bf16
-from dmuon.model.config import read_model
 
 STEPS = 5
 RESTART = 2
-# Unscaled sides of common models that one CPU affords, so that the targets for large matrices have rows.
-LARGE = ((1024, 1024), (1024, 2048), (1024, 3584), (1024, 4096), (1024, 5504), (1536, 1536), (1536, 6144), (1536, 8256))
-BATCHED_ROWS = 384  # shapes of at most so many rows are also measured as a batch, which is what the optimizer has
-BATCH = 8
+BATCH = 8  # of shapes with at most 256 rows, which is what the optimizer has
+LARGE = ((256, 256), (256, 2048), (512, 512), (512, 1792), (1024, 1024), (1024, 4096))
 CACHE_BYTES = 32 << 20
 PEER = "fp16 of gram-newton-schulz"
 PEER_OPERATIONS = 1 << 29  # a larger product in fp16 takes minutes where the CPU does not multiply it
 SMALL = ((16, 16), (16, 64), (16, 256), (32, 32), (32, 128), (64, 64), (64, 256), (128, 128), (128, 512), (256, 256))
 SQUARES = tuple((m, alpha * m) for m in (512, 1024) for alpha in (1, 2, 3, 4, 5))
 HALVES = ((128, 128), (256, 256), (256, 1024), (512, 512), (512, 1792), (1024, 1024), (1024, 4096))
-FIXED = {"small": SMALL, "bf16": HALVES, "squares": SQUARES}
+MODES = {"large": LARGE, "small": SMALL, "bf16": HALVES, "squares": SQUARES}
 
 Coefficients = Sequence[tuple[float, float, float]]
 POLAR: Any = coefficient_sequence("polar_express", STEPS)
@@ -69,9 +64,7 @@ Work = dict[str, tuple[Callable[[], Tensor], Any]]  # and the coefficients, or t
 
 @dataclass(frozen=True, slots=True)
 class Settings(Options):
-    mode: str = option("models", choices=("models", *FIXED))
-    models: str = "examples/models"
-    scale: int = 8
+    mode: str = option("large", choices=MODES)
     rounds: int = 15
     seconds: float = 3.0
 
@@ -114,7 +107,7 @@ def plain(program: Callable[[Tensor, Coefficients], Tensor], x: Tensor, coeffici
 def programs_of(mode: str, x: Tensor) -> Work:
     """By name, what is timed, the program that others are compared with last."""
     ours: Work = {"ours": (partial(orthogonalize, x), POLAR)}
-    if mode == "models":
+    if mode == "large":
         loops = {"standard": plain(standard, x, POLAR), "gram": plain(gram, x, POLAR)}
         return {**loops, "torch": plain(torch_muon, x, CLASSIC), **ours}
     if mode == "small":
@@ -159,27 +152,15 @@ def measure_shape(mode: str, m: int, n: int, k: int, rounds: int, seconds: float
     return {"rounds": len(samples[last]), "ms": medians(samples), "error": error, "ratio": ratio}
 
 
-def shapes_of(settings: Settings) -> list[tuple[int, int, int]]:
-    """``(m, n, k)``, of models with m <= n."""
-    if settings.mode in FIXED:
-        return [(m, n, 1) for m, n in FIXED[settings.mode]]
-    paths = Path(settings.models).glob("*.json")
-    sides = ((-(-m.rows // settings.scale), -(-m.cols // settings.scale)) for path in paths for m in read_model(path))
-    found = {(min(pair), max(pair)) for pair in sides}
-    shapes = sorted(found.union(LARGE)) if found else []
-    return [(m, n, k) for m, n in shapes for k in ((1, BATCH) if m <= BATCHED_ROWS else (1,))]
-
-
 def measure(settings: Settings) -> Record:
     torch.set_num_threads(1)
     torch.empty(CACHE_BYTES // 8)  # freed again, after which the C library keeps what is freed, as in any training
     with torch.no_grad():
-        rows = {
-            f"{m}x{n}" + (f" ({k})" if k > 1 else ""): measure_shape(
-                settings.mode, m, n, k, settings.rounds, settings.seconds
-            )
-            for m, n, k in shapes_of(settings)
-        }
+        rows = {}
+        for m, n in MODES[settings.mode]:
+            k = BATCH if settings.mode == "large" and m <= 256 else 1
+            name = f"{m}x{n}" + (f" ({k})" if k > 1 else "")
+            rows[name] = measure_shape(settings.mode, m, n, k, settings.rounds, settings.seconds)
     return {"multiplies_bf16": cpu_multiplies_bf16(), "rows": rows}
 
 
@@ -192,9 +173,5 @@ def table(record: Record) -> str:
     return "m x n (matrices); ms (error), and ratios\n" + columns(shown, dict.fromkeys(widest, ""))
 
 
-def fault(settings: Settings) -> str:
-    return "" if shapes_of(settings) else f"--models {settings.models}: no *.json with matrices there"
-
-
 if __name__ == "__main__":
-    sys.exit(run(Settings, __doc__, measure, table, fault=fault))
+    sys.exit(run(Settings, __doc__, measure, table))

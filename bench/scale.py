@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from math import log
 
 import torch
+import torch._dynamo  # which the first DTensor imports
 import torch.nn as nn
 from common.harness import Record
 from common.harness import run as run_bench
@@ -116,6 +117,7 @@ class Meter:
 def live(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Phase]:
     """Of one life of a model on rank 0, by phase. Once in a process."""
     torch.set_num_threads(1)
+    assert dmuon.dedicate_params and dmuon.Muon  # whose first use imports them, in no phase
     meter = Meter(pretend(ranks), calls)
     if residency == EXPERTS:
         model = experts(ranks, matrices)

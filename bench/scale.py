@@ -8,7 +8,7 @@ ranks, and matrices. ``--counts`` prints calls of functions instead of seconds, 
 ``mismatched`` phases are those that end because all other ranks were given something else than this one.
 
 ``experts`` are stacks over groups of 8 ranks: each group has as many matrices as are given, sharded within it, and
-nothing of the others'. Only the optimizer runs there.
+nothing of the others'. Only in a dedicated model do forward and backward run; elsewhere they are not this library's.
 
     python bench/scale.py --ranks 8,64,1024 --matrices 224,2048 --json bench/results/scale.json
 """
@@ -36,8 +36,7 @@ from common.options import Options, option
 from common.pretended import dissent, pretend
 from common.ranks import resident_mib, restart_peak
 from common.results import columns
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dmuon
@@ -119,45 +118,38 @@ def live(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Ph
     torch.set_num_threads(1)
     assert dmuon.dedicate_params and dmuon.Muon  # whose first use imports them, in no phase
     meter = Meter(pretend(ranks), calls)
-    if residency == EXPERTS:
-        model = experts(ranks, matrices)
-        with meter.phase("build"):
-            optimizer = dmuon.Muon(
-                [{"params": [*model.parameters()], "use_muon": True}],
-                distributed_config=dmuon.create_dtensor_config(costs="flops"),
-            )
-        for number in range(1 + LATER):
-            for param in model.parameters():
-                param.grad = torch.ones_like(param)
-            with meter.phase("step" if number else "first step"):
-                optimizer.step()
-        save_and_load(meter, optimizer)
-        return medians(meter)
     mesh = init_device_mesh("cpu", (ranks,))
-    model = plain_model(matrices)
-    if residency == DEDICATED:
-        with meter.phase("build"):
+    config = dmuon.create_dtensor_config(costs="flops")
+    model = experts(ranks, matrices) if residency == EXPERTS else plain_model(matrices)
+    if residency == EXCHANGED:
+        shard(model, mesh)
+    with meter.phase("build"):
+        if residency == DEDICATED:
             dmuon.dedicate_params(model, mesh, costs="flops")
             optimizer = dmuon.Muon(model)
-    else:
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        gc.collect()
-        with meter.phase("build"):
-            optimizer = dmuon.Muon(model, distributed_config=dmuon.create_dtensor_config(costs="flops"))
+        elif residency == EXCHANGED:
+            optimizer = dmuon.Muon(model, distributed_config=config)
+        else:
+            groups = [{"params": [*model.parameters()], "use_muon": True}]
+            optimizer = dmuon.Muon(groups, distributed_config=config)
     x = torch.randn(2, SIDE)
     for number in range(1 + LATER):
         later = "" if number else "first "
-        with meter.phase(f"{later}forward"):
-            loss = model(x).sum()
-        with meter.phase(f"{later}backward"):
-            loss.backward()
+        if residency == DEDICATED:
+            with meter.phase(f"{later}forward"):
+                loss = model(x).sum()
+            with meter.phase(f"{later}backward"):
+                loss.backward()
+        else:  # in which forward and backward are not this library's
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
         with meter.phase(f"{later}step"):
             optimizer.step()
         with meter.phase(f"{later}zero_grad"):
             optimizer.zero_grad()
-    save_and_load(meter, optimizer, model)
+    save_and_load(meter, optimizer, *([model] if residency == DEDICATED else []))
+    if residency == EXPERTS:
+        return medians(meter)
     state = optimizer.state_dict()
     mismatched(meter, "load optimizer", lambda: optimizer.load_state_dict(state))
     if residency == DEDICATED:
@@ -166,7 +158,6 @@ def live(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Ph
         other = plain_model(matrices)
         mismatched(meter, "build", lambda: dmuon.dedicate_params(other, mesh, costs="flops"))
     else:
-        config = dmuon.create_dtensor_config(costs="flops")
         mismatched(meter, "build", lambda: dmuon.Muon(model, distributed_config=config))
     return medians(meter)
 
@@ -175,6 +166,14 @@ def plain_model(matrices: int) -> nn.Module:
     model = nn.Sequential(*(Block(matrices // BLOCKS) for _ in range(BLOCKS)))
     gc.collect()
     return model
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Of each matrix this rank's rows, as FSDP2 has them, which itself takes minutes for this with 16384 ranks."""
+    for layer in [layer for layer in model.modules() if isinstance(layer, nn.Linear)]:
+        weight = layer.weight.detach()[: -(-SIDE // mesh.size())].clone()
+        layer.weight = nn.Parameter(DTensor.from_local(weight, mesh, [Shard(0)], shape=(SIDE, SIDE), stride=(SIDE, 1)))
+    gc.collect()
 
 
 def mismatched(meter: Meter, what: str, act: Callable[[], object]) -> None:

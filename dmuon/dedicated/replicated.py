@@ -7,7 +7,8 @@ of experts are such: these have other owners, and other weights, than what all r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -106,6 +107,31 @@ class ManagedModules:
         theirs = held_by(self._excluded)
         whole = alive[""] if "" in alive else nn.ModuleDict(alive)
         return ((name, param) for name, param in whole.named_parameters() if id(param) not in theirs)
+
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
+
+
+def in_buckets(tensors: Iterable[_Tensor], nbytes: int, kind: Callable[[_Tensor], Hashable]) -> list[list[_Tensor]]:
+    """``tensors`` of one kind together, until they have ``nbytes``; the same on all ranks.
+
+    Whole tensors count: tensor-parallel ranks, whose parts may differ, make the same buckets.
+    """
+    buckets: list[list[_Tensor]] = []
+    growing: dict[Hashable, tuple[int, int]] = {}
+    for tensor in tensors:
+        key = kind(tensor)
+        index, size = growing.get(key, (-1, nbytes))
+        if size >= nbytes:
+            index, size = len(buckets), 0
+            buckets.append([])
+        buckets[index].append(tensor)
+        growing[key] = (index, size + tensor.numel() * tensor.element_size())
+    return buckets
+
+
+def _kind(param: Tensor) -> Hashable:
+    return param.dtype, local_tensor(param).device
 
 
 class _Bucket:
@@ -259,9 +285,9 @@ class GradAverager:
         new = [param for param in found if id(param) not in known]
         agree(self._comm.control, self._difference(new))
         self.params, self.changed = found, False
-        self._build(new)
+        self._buckets = in_buckets(new, _BUCKET_BYTES, _kind)
         undecided = self.finish()
-        self._build(found)
+        self._buckets = in_buckets(found, _BUCKET_BYTES, _kind)
         return undecided
 
     def _difference(self, params: Sequence[nn.Parameter]) -> str | None:
@@ -283,20 +309,6 @@ class GradAverager:
             f"parameter {names[0]!r} has other values on other ranks, as do {len(names) - 1} more of those that dmuon "
             "averages the gradients of: seed all ranks alike where such parameters are made, or broadcast them"
         )
-
-    def _build(self, params: Sequence[nn.Parameter]) -> None:
-        """Put ``params`` into buckets."""
-        self._buckets = []
-        open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
-        for param in params:
-            key = (param.dtype, local_tensor(param).device)
-            index, size = open_buckets.get(key, (-1, _BUCKET_BYTES))
-            if size >= _BUCKET_BYTES:
-                index, size = len(self._buckets), 0
-                self._buckets.append([])
-            self._buckets[index].append(param)
-            # The size of the whole parameter: tensor-parallel ranks, whose parts may differ, make the same buckets.
-            open_buckets[key] = (index, size + param.numel() * param.element_size())
 
     # -- a backward ------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dmuon.comm.agreement import agree, require_same
-from dmuon.comm.context import Comm, CommOptions, make_comm
+from dmuon.comm.context import Comm, CommOptions
 from dmuon.comm.monitor import FirstError, forget_groups
 from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.dedicated.block import Block
@@ -212,7 +212,7 @@ def dedicate_params(
             control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
             # Before the other groups: which are made goes by the options.
             seats = require_same(control, None, inspected.description, inspected.seat)
-        context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
+        context = Comm(mesh, topology, group, options, inspected.tensor_mesh, control)
         ns = NsOptions.named(ns_options)
 
         def planned(matrices: Sequence[Matrix], before: Sequence[int] | None = None) -> OwnerPlan:

@@ -340,7 +340,7 @@ HARMLESS = {
     "returned.wait in tensor_of": RESULT,
     "stream.wait_stream in CudaGraphs.record": GRAPH,
     "current.wait_stream in CudaGraphs.record": GRAPH,
-    "monitor.synchronize in make_comm": CONNECTS,
+    "self.monitor.synchronize in Comm.__init__": CONNECTS,
     "self._origin.await_users in GradReduction._wait_for_all": ENGINE,
     "self._origin.await_users in GradReduction.finish": ENGINE,
     "exchange.alone in find_residencies": "no stream: parameters that this rank has alone",

@@ -246,7 +246,8 @@ def _whole(comm: Comm, matrix: OwnedMatrix) -> nn.Parameter:
             if comm.world > 1 and part.numel:
                 with comm.monitor.watch(f"broadcast of {matrix.fqn!r} for summon_full_params"):
                     dist.broadcast(value, src=comm.ranks[part.owner], group=comm.group)
-            part.write(whole, value)
+            for of_whole, of_part in part.pairs(whole, value):
+                of_whole.copy_(of_part)
     if isinstance(matrix.full, DTensor):
         whole = as_dtensor(whole, matrix.full.device_mesh, matrix.full.placements, matrix.shape)
     return whole_parameter(whole, matrix.rest)

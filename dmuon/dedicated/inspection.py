@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dmuon.dedicated.dedication import dedication_of
 from dmuon.dedicated.matrix import holders_of
-from dmuon.dedicated.replicated import excluded_modules, held_by, holder_of, living, shared_with
+from dmuon.dedicated.replicated import dedicated_roots, excluded_modules, held_by, holder_of, shared_with
 from dmuon.layout.topology import GlobalRank, Topology, topology_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import Route
 from dmuon.platform.host import all_living
-from dmuon.platform.torch_private import default_group_is_bound
+from dmuon.platform.torch_private import default_group_is_bound, replicate_group
 from dmuon.solver import Matrix
 
 _WRAPPERS: dict[type, str] = {
@@ -35,8 +35,6 @@ _WRAPPERS: dict[type, str] = {
     nn.parallel.DistributedDataParallel: "a mesh dimension named 'replicate' is data parallelism with full copies",
     FullyShardedDataParallel: "use dmuon.fully_shard (FSDP2) after dedicate_params instead of FSDP1",
 }
-
-_REPLICATE = "torch.distributed._composable.replicate"  # the module of DDP's composable form and of its classes
 
 # The host of a process, the ranks that tensor parallelism splits it over, and what it is to do by earlier plans.
 Seat = tuple[str, list[GlobalRank], int]
@@ -223,7 +221,7 @@ def _checked(model: object) -> nn.Module:
         )
     theirs = held_by(excluded_modules(model))
     own = {name: param for name, param in model.named_parameters() if id(param) not in theirs}
-    for other in filter(None, map(dedication_of, living())):  # inside of the model, or beside it
+    for other in dedicated_roots.values():  # inside of the model, or beside it
         tied = other.tied_outside(own)
         if tied is not None:
             raise ValueError(
@@ -231,15 +229,12 @@ def _checked(model: object) -> nn.Module:
                 "it, which no longer is the same: untie them, or dedicate the whole at once, by a list of modules"
             )
     for name, module in model.named_modules(memo=excluded_modules(model)):
-        if isinstance(module, tuple(_WRAPPERS)):
+        kind = next((kind for kind in _WRAPPERS if isinstance(module, kind)), None)
+        if kind is not None or replicate_group(module) is not None:
+            wrapper = "torch's replicate" if kind is None else type(module).__name__
             raise ValueError(
-                f"module {name or 'model'!r} is wrapped in {type(module).__name__}; dedicate_params takes the plain "
-                f"model: {next(why for kind, why in _WRAPPERS.items() if isinstance(module, kind))}"
-            )
-        if any(base.__module__ == _REPLICATE for base in type(module).__mro__):
-            raise ValueError(
-                f"module {name or 'model'!r} is wrapped in torch's replicate; dedicate_params takes the plain model: "
-                f"{_WRAPPERS[nn.parallel.DistributedDataParallel]}"
+                f"module {name or 'model'!r} is wrapped in {wrapper}; dedicate_params takes the plain model: "
+                f"{_WRAPPERS[kind or nn.parallel.DistributedDataParallel]}"
             )
         if isinstance(module, FSDPModule):
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,37 +30,25 @@ from dmuon.platform.host import all_living
 from dmuon.platform.torch_private import divide_factor, local_tensor, managed_by_ddp, managed_by_fsdp, reduced_by_ddp
 
 _BUCKET_BYTES = 25 * 2**20
-ATTRIBUTE = "_dmuon_dedication"  # of a module that ``dedicate_params`` was called with
-
-_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all of these
-
-
-def mark(root: nn.Module, dedication: object) -> None:
-    """Leave on ``root`` what was made of it."""
-    setattr(root, ATTRIBUTE, dedication)
-    _roots.add(root)
-
-
-def living() -> list[nn.Module]:
-    """All of these that are left."""
-    return list(_roots)
+# By the modules that ``dedicate_params`` was called with, as long as they live, what it made of them.
+dedicated_roots: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def excluded_modules(model: nn.Module) -> set[nn.Module]:
     """The modules in ``model``, which was not dedicated, that belong to what was."""
-    return {module for root in model.modules() if ATTRIBUTE in root.__dict__ for module in root.modules()}
+    return {module for root in model.modules() if root in dedicated_roots for module in root.modules()}
 
 
 def shared_with(model: nn.Module) -> nn.Module | None:
     """A module that lies in what was dedicated in ``model`` before, and outside of it too; None without."""
-    roots = {module for module in model.modules() if ATTRIBUTE in module.__dict__}
+    roots = {module for module in model.modules() if module in dedicated_roots}
     outside = {module for _, module in model.named_modules(memo=roots)}  # which passes by what is in there
     return next((module for module in excluded_modules(model) if module in outside), None)
 
 
 def holder_of(module: nn.Module) -> nn.Module | None:
     """A dedicated model that has ``module`` in it; None without."""
-    return next((root for root in _roots if any(module is one for one in root.modules())), None)
+    return next((root for root in dedicated_roots if any(module is one for one in root.modules())), None)
 
 
 def held_by(modules: Iterable[nn.Module]) -> set[int]:

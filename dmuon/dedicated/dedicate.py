@@ -37,16 +37,18 @@ from dmuon.dedicated.inspection import (
     check_parameters,
     checked_policy,
     checked_roots,
+    checked_strategy,
+    chosen,
     describe,
     tensor_group_of,
     tensor_mesh_of,
+    with_strategies,
 )
 from dmuon.dedicated.matrix import OwnedMatrix, Weight, parts_of, resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import excluded_modules, held_by
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
-from dmuon.dedicated.strategies import checked_strategy, chosen, with_strategies
 from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.matrix_spec import remember_spec

@@ -70,31 +70,23 @@ class ManagedModules:
         self._excluded = weakref.WeakSet(module for root in roots.values() for module in excluded_modules(root))
         self._blocks = blocks
 
-    def modules(self) -> Iterable[nn.Module]:
-        """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
-        found: dict[nn.Module, None] = {}
-        waiting: list[nn.Module | None] = []
-        for root in self._roots.values():
-            waiting.append(root())
-        if waiting.count(None) == len(waiting):
-            waiting += [block.module for block in self._blocks]
-        waiting.reverse()
-        while waiting:
-            module = waiting.pop()
-            if module is not None and module not in found:
-                found[module] = None
-                waiting += [*module._modules.values()][::-1]
-        return [module for module in found if module not in self._excluded] if self._excluded else found
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All that they hold."""
-        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
-        alive = {prefix: root for prefix, root in roots.items() if root is not None}
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All of them, each once."""
+        alive = {prefix.rstrip("."): root for prefix, of in self._roots.items() if (root := of()) is not None}
         if not alive:
             alive = {str(i): block.module for i, block in enumerate(self._blocks) if block.module is not None}
-        theirs = held_by(self._excluded)
-        whole = alive[""] if "" in alive else nn.ModuleDict(alive)
-        return ((name, param) for name, param in whole.named_parameters() if id(param) not in theirs)
+        memo = set(self._excluded)
+        for prefix, root in alive.items():
+            yield from root.named_modules(memo, prefix)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All that they hold, each once."""
+        found: set[int] = set()
+        for name, module in self.named_modules():
+            for key, param in module._parameters.items():
+                if param is not None and id(param) not in found:
+                    found.add(id(param))
+                    yield f"{name}.{key}".lstrip("."), param
 
 
 _Tensor = TypeVar("_Tensor", bound=Tensor)
@@ -205,12 +197,14 @@ class GradAverager:
     def look(self) -> None:
         """Find what the model trains now and nobody else averages."""
         held: dict[int, nn.Parameter] = {}
-        for module in self._managed.modules():
-            for param in module._parameters.values():
+        names: dict[int, str] = {}
+        for path, module in self._managed.named_modules():
+            for name, param in module._parameters.items():
                 if param is None or not param.requires_grad or id(param) in self._others:
                     continue
                 if self._comm.world > 1 or isinstance(param, DTensor):
                     held[id(param)] = param
+                    names.setdefault(id(param), f"{path}.{name}")
         if held.keys() == self._found.keys() and self.looked:
             return
         if not self.looked or not held.keys() <= self._found.keys():
@@ -223,7 +217,7 @@ class GradAverager:
             key: self._found.get(key) or (param, param.register_post_accumulate_grad_hook(self._hook))
             for key, param in ours.items()
         }
-        self.names = {id(p): canonical_fqn(n) for n, p in self._managed.named_parameters() if id(p) in ours}
+        self.names = {key: canonical_fqn(names[key].lstrip(".")) for key in ours}
         self.changed = [*self._found] != [*map(id, self.params)]
 
     def _leave_to_others(self, new: Iterable[nn.Parameter]) -> None:
@@ -238,7 +232,8 @@ class GradAverager:
                     f"parameter {tensor.fqn!r} is owned by dmuon and managed by DistributedDataParallel too; call the "
                     "dedicated model without it: dmuon averages all gradients over the mesh"
                 )
-        for module in self._managed.modules():
+        modules = [module for _, module in self._managed.named_modules()]
+        for module in modules:
             factor = divide_factor(module) if isinstance(module, FSDPModule) else None
             if factor not in (None, self._comm.world):
                 raise RuntimeError(
@@ -246,7 +241,7 @@ class GradAverager:
                     f"{self._comm.world} ranks, of which dmuon averages the gradients that FSDP2 does not shard: leave "
                     "it out, and scale the loss of each rank so that the average over ranks is meant"
                 )
-        theirs = {id(p) for module in self._managed.modules() for p in reduced_by_ddp(module)}
+        theirs = {id(p) for module in modules for p in reduced_by_ddp(module)}
         # Of modules around this model too: their hooks may have put whole weights into it by now.
         theirs.update(id(p) for module in all_living(FSDPModule) for p in managed_by_fsdp(module))
         for param in new:

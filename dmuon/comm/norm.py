@@ -66,9 +66,9 @@ def reduce_terms(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
         return
     # MAX and MIN of floats may drop NaN, as gloo's do: whether there is one is asked beside, by another number.
     sign, unknown = math.copysign(1.0, order), terms.isnan()
-    both = torch.cat([torch.where(unknown, -math.inf, terms * sign), unknown.double()])
+    both = torch.stack([torch.where(unknown, -math.inf, terms * sign), unknown.double()])
     all_reduce(both, dist.ReduceOp.MAX, group, "largest element")
-    greatest, any_unknown = both.chunk(2)
+    greatest, any_unknown = both
     terms.copy_(torch.where(any_unknown > 0, math.nan, greatest * sign))
 
 

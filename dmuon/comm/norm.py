@@ -68,7 +68,7 @@ def reduce_terms(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
     sign, unknown = math.copysign(1.0, order), terms.isnan()
     both = torch.stack([torch.where(unknown, -math.inf, terms * sign), unknown.double()])
     all_reduce(both, dist.ReduceOp.MAX, group, "largest element")
-    greatest, any_unknown = both
+    greatest, any_unknown = both.unbind()
     terms.copy_(torch.where(any_unknown > 0, math.nan, greatest * sign))
 
 

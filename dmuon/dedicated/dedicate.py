@@ -343,7 +343,8 @@ def _agree(
     first = FirstError()
     with first:  # also what select or blocks raise: the other ranks must not wait
         inspected = inspect()
-    description, seat = ([], None) if inspected is None else (inspected.description, inspected.seat)
+    description: list[tuple[str, str]] = [] if inspected is None else inspected.description
+    seat: Seat | None = None if inspected is None else inspected.seat
     with first:
         seats = require_same(group, first.error, description, seat)
     # The other tensor-parallel ranks have agreed among their own data-parallel ones only.

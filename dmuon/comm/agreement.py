@@ -6,7 +6,8 @@ A rank that raises while others go into a collective leaves them there until a t
 1. *Before anything travels*, in what all ranks call together (``dedicate_params``, ``Muon(…)``, a load): a fault is
    kept, not raised, and every rank comes to :func:`agree`, where all learn of it and raise. Whoever is behind the
    exchange may communicate, since nobody has a fault. What lies over several groups is agreed on in each of them; then
-   once more, for those that came to their exchange before another group told of a fault.
+   once more, for those that came to their exchange before another group told of a fault. An interrupt is no fault that
+   others hear of: they end with the process, or at the time limit of the group.
 2. *While training*, nobody waits for an exchange of objects. What may differ between ranks (which gradients there are,
    options, the collectives so far) is a few integers in a :class:`Vote`, a collective that is issued anyway. If these
    differ, all ranks see it in the same result, and so may tell each other why, by further collectives.
@@ -18,8 +19,7 @@ A rank that raises while others go into a collective leaves them there until a t
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from dmuon.comm.monitor import LANE, OPTION, CollectiveError, FirstError, Monitor, forget_groups
-from dmuon.comm.process_groups import broadcast_object, gather_objects, named, ranks_of, this_rank
+from dmuon.comm.monitor import LANE, OPTION, CollectiveError, FirstError, Monitor
+from dmuon.comm.process_groups import broadcast_object, gather_objects, ranks_of
 from dmuon.kernels import streams_of
 from dmuon.layout.topology import GlobalRank
 from dmuon.platform.streams import HostCopy, Stream, pinned_like
@@ -238,75 +238,3 @@ def require_same_in_turn(
             with first:
                 require_same(group, first.error, description, None)
     first.throw()
-
-
-# -- work of one rank that others wait for ---------------------------------------------------------------------------
-
-_TICK_SECONDS = 0.5  # far less than any time limit of a group
-_LEAVING_SECONDS = 5.0  # for the others to hear that this rank leaves
-
-
-def run_awaited(group: dist.ProcessGroup, device: torch.device, what: str, work: Callable[[], _Payload]) -> _Payload:
-    """What ``work`` returns, once it has ended on all ranks. Collective over ``group``, which ``work`` must not use.
-
-    While it runs, a thread takes part in a small collective twice a second. So a rank that waits sees that another one
-    has died, and neither the time limit of the group nor that of its back end limits the work. A rank that is
-    interrupted tells the others, and does not wait for them.
-
-    Args:
-        what: names the work, for messages.
-
-    Raises:
-        CollectiveError: another rank was interrupted or is gone; names it.
-    """
-    if dist.get_world_size(group) == 1:
-        return work()
-    ticks = _Ticks(group, device, what)
-    ticks.start()
-    try:
-        result = work()
-        ticks.end("done")
-        ticks.join()
-    except BaseException:  # an interrupt, in the work or while this waited; what else work raises ends this rank, too
-        ticks.end("left")
-        ticks.join(_LEAVING_SECONDS)
-        forget_groups()
-        raise
-    if ticks.fault is not None:
-        forget_groups()  # as the rank that left
-        raise ticks.fault
-    return result
-
-
-class _Ticks(threading.Thread):
-    """A small collective now and then, until all ranks are done, or one of them has left."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, what: str) -> None:
-        super().__init__(name="dmuon-ticks", daemon=True)
-        self.fault: Exception | None = None
-        self._group, self._device, self._what = group, device, what
-        self._working, self._left = True, False
-        self._flags: torch.Tensor | None = None  # whoever is interrupted keeps it to the end of the process
-        self._ended = threading.Event()
-
-    def end(self, how: str) -> None:
-        self._working, self._left = False, how == "left"
-        self._ended.set()
-
-    def run(self) -> None:
-        try:
-            with named(self._what):
-                working, leaver = True, 0
-                while working and not leaver:
-                    self._ended.wait(_TICK_SECONDS)
-                    said = [int(self._working), this_rank() + 1 if self._left else 0]
-                    self._flags = torch.tensor(said, dtype=torch.int32, device=self._device)
-                    dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group)
-                    working, leaver = self._flags.tolist()
-            if leaver:
-                raise CollectiveError(
-                    f"rank {this_rank()}: {self._what} was given up, because rank {leaver - 1} was interrupted or "
-                    "failed: see its log"
-                )
-        except Exception as error:  # raised where the work has ended
-            self.fault = error

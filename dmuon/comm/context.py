@@ -14,7 +14,7 @@ from dmuon.comm.domain import Domain
 from dmuon.comm.monitor import Line, Monitor
 from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport
-from dmuon.layout.topology import Coordinate, Position, Ranks, Topology, position_in
+from dmuon.layout.topology import Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
 
@@ -80,9 +80,10 @@ class CommOptions:
             raise ValueError(f"comm.timeout must be positive, got {self.timeout}")
 
 
-@dataclass(frozen=True, slots=True)
 class Comm:
-    """What a dedicated model needs to communicate.
+    """What a dedicated model needs to communicate; making it makes dmuon's process groups.
+
+    That is collective over all ranks of the topology, which have agreed on the options.
 
     All process groups are dmuon's own: collectives of one group must come in one order on all its ranks, which no one
     could promise for a group that a user communicates over as well. There are several because collectives of one group
@@ -93,41 +94,62 @@ class Comm:
     Attributes:
         mesh: the data-parallel mesh.
         tensor_mesh: with tensor parallelism, its dimension behind those of ``mesh``; otherwise ``mesh``.
+        group: over ``ranks``: broadcasts of initial values, and other collectives that block.
+        control: over all ranks of the topology, tensor parallelism included: agreement on plans, and votes.
+        at: the coordinate of this rank.
         ranks: of this tensor-parallel rank's mesh, ascending.
         position: of this rank among them.
-        at: its coordinate.
         fill_stream: whole weights are gathered along the row, while the block before them computes.
         publish_stream: updated weights are sent along the column, while the optimizer updates the next ones.
         reduce_stream: gradients are reduced and averaged, while backward computes the next ones.
-        row: the ranks over which weights are sharded: fills and reductions. None if weights are not sharded.
-        column: those that hold the same shard in every replica: publications and reductions. None with one replica.
-        group: over ``ranks``: broadcasts of initial values, and other collectives that block.
-        control: over all ranks of the topology, tensor parallelism included: agreement on plans, and votes.
         tensor: the tensor-parallel ranks at this coordinate: pieces of matrices, to their owners and back. None without
             tensor parallelism.
+        row: the ranks over which weights are sharded: fills and reductions. None if weights are not sharded.
+        column: those that hold the same shard in every replica: publications and reductions. None with one replica.
         averages: over ``ranks``, for gradients of parameters that nobody shards: a vote must tell ranks that are out of
             step, and not be taken for part of an average. That of collectives that block, if votes go over another one.
             It is connected by its first use, since where FSDP2 shards all that dmuon does not own there is none.
     """
 
-    mesh: DeviceMesh
-    tensor_mesh: DeviceMesh
-    topology: Topology
-    ranks: Ranks
-    position: Position
-    at: Coordinate
-    device: torch.device
-    fill_stream: Stream
-    publish_stream: Stream
-    reduce_stream: Stream
-    options: CommOptions
-    monitor: Monitor
-    row: Lanes | None
-    column: Lanes | None
-    group: dist.ProcessGroup
-    control: dist.ProcessGroup
-    tensor: Domain | None
-    averages: dist.ProcessGroup
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        topology: Topology,
+        group: dist.ProcessGroup,
+        options: CommOptions,
+        tensor_mesh: DeviceMesh | None,
+        control: dist.ProcessGroup,
+    ) -> None:
+        self.mesh = mesh
+        self.topology = topology
+        self.group, self.control = group, control
+        self.options = options
+        self.device = device = mesh_device(mesh.device_type)
+        self.at = at = topology.of(this_rank())
+        self.ranks = topology.data_parallel(at.t)
+        self.position = position_in(self.ranks, this_rank())
+        self.fill_stream, self.publish_stream, self.reduce_stream = Stream(device), Stream(device), Stream(device)
+        self.monitor = Monitor(control, device, asynchronous=options.asynchronous)
+        self.tensor: Domain | None = None
+        if topology.tensor > 1:
+            members = Ranks(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
+            across = make_group(device, topology.partition("t"), "tensor", options.timeout)
+            self.tensor = Domain(members, Position(at.t), device, across, self.monitor, lane=None)
+        self.row, self.column = (_lanes(topology, along, device, options) for along in ("s", "r"))
+        self.averages = group
+        if control is group:
+            self.averages = make_group(device, [self.ranks], "average", options.timeout)
+        with self.monitor.watch("first use of dmuon's process groups"):
+            for one in dict.fromkeys((control, group)):
+                connect(one, device)
+            if self.tensor is not None:
+                connect(self.tensor.group, device, exchanges=True, gathers=True)
+            for lanes in (self.row, self.column):
+                if lanes is not None:
+                    connect(lanes.weights.group, device, gathers=True)
+                    connect(lanes.gradients.group, device, reduces=True)
+            self.monitor.synchronize()  # what is wrong with a link shows here
+        self.tensor_mesh = mesh if tensor_mesh is None else _with_dimension(mesh, tensor_mesh, topology)
 
     @property
     def world(self) -> int:
@@ -135,69 +157,8 @@ class Comm:
         return len(self.ranks)
 
 
-def make_comm(
-    mesh: DeviceMesh,
-    topology: Topology,
-    group: dist.ProcessGroup,
-    options: CommOptions,
-    tensor_mesh: DeviceMesh | None,
-    control: dist.ProcessGroup,
-) -> Comm:
-    """Create dmuon's process groups. Collective over all ranks of ``topology``, which have agreed on ``options``.
-
-    Args:
-        group: over the data-parallel ranks of this process.
-        tensor_mesh: of tensor parallelism, 1-D.
-        control: over all ranks of ``topology``.
-    """
-    device = mesh_device(mesh.device_type)
-    rank = this_rank()
-    at = topology.of(rank)
-    ranks = topology.data_parallel(at.t)
-    monitor = Monitor(control, device, asynchronous=options.asynchronous)
-    tensor: Domain | None = None
-    if topology.tensor > 1:
-        members = Ranks(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
-        across = make_group(device, topology.partition("t"), "tensor", options.timeout)
-        tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
-    row, column = (_lanes(topology, along, device, options) for along in ("s", "r"))
-    averages = group if control is not group else make_group(device, [ranks], "average", options.timeout)
-    with monitor.watch("first use of dmuon's process groups"):
-        for one in dict.fromkeys((control, group)):
-            connect(one, device)
-        if tensor is not None:
-            connect(tensor.group, device, exchanges=True, gathers=True)
-        for lanes in (row, column):
-            if lanes is not None:
-                connect(lanes.weights.group, device, gathers=True)
-                connect(lanes.gradients.group, device, reduces=True)
-        monitor.synchronize()  # what is wrong with a link shows here
-    return Comm(
-        mesh=mesh,
-        tensor_mesh=_with_dimension(mesh, tensor_mesh, topology),
-        topology=topology,
-        ranks=ranks,
-        position=position_in(ranks, rank),
-        at=at,
-        device=device,
-        fill_stream=Stream(device),
-        publish_stream=Stream(device),
-        reduce_stream=Stream(device),
-        options=options,
-        monitor=monitor,
-        row=row,
-        column=column,
-        group=group,
-        control=control,
-        tensor=tensor,
-        averages=averages,
-    )
-
-
-def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: Topology) -> DeviceMesh:
+def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh, topology: Topology) -> DeviceMesh:
     """``mesh`` with the dimension of tensor parallelism behind its own."""
-    if tensor_mesh is None:
-        return mesh
     coordinates = [topology.of(rank) for rank in mesh.mesh.flatten().tolist()]
     ranks = torch.tensor([[topology.rank_at(at.r, at.s, t) for t in range(topology.tensor)] for at in coordinates])
     names = mesh.mesh_dim_names or tuple(f"dmuon_{i}" for i in range(mesh.ndim))

@@ -105,7 +105,7 @@ class AllToAll:
         sends, lengths: what is packed, in the order in which it lies, and elements of each.
         sections: elements of what arrives, from one rank after the other.
         wanted: what this rank wants, by number.
-        kept: numbers by which this rank gives what it wants something of itself.
+        kept: of what this rank gives what it wants something of itself, the number and what is cut from it.
     """
 
     def __init__(self, routes: Sequence[Route], domain: Domain, stacks: Iterable[Sequence[int]] = ()) -> None:
@@ -118,7 +118,10 @@ class AllToAll:
             for i in stack:
                 rows[i] = stack[0], begin
                 begin += routes[i].count
-        self.kept = [i for i, route in enumerate(routes) if here in route.senders and here in route.receivers]
+        self.kept: list[tuple[int, _Cut | None]] = []
+        for i, route in enumerate(routes):
+            if here in route.senders and here in route.receivers and (piece := route.piece(here, here)).numel:
+                self.kept.append((i, _cut_between(route.senders[here], piece, route)))
         self._plan_sends(routes, here, rows)
         self._plan_wants(routes, here, rows)
 
@@ -157,8 +160,6 @@ class AllToAll:
                 places = {sender: route.place(piece, want) for sender, piece in pieces.items()}
                 places = dict(sorted(places.items(), key=lambda item: [runs[0][0] for runs in item[1].runs]))
                 parts = {sender: _Part(pieces[sender], place, route.count) for sender, place in places.items()}
-                if here in parts:
-                    parts[here].cut = _cut_between(route.senders[here], pieces[here], route)
                 is_one = list(pieces.values()) == [want]
                 # A flat layout is concatenated as one row.
                 along = 1 if route.layout.flat else split_dim(want.shape, tuple(places.values()))
@@ -215,7 +216,7 @@ class _Send:
 
 
 class _Part:
-    """What one rank has of what this rank wants: a section of what arrives, or else cut from what is here.
+    """What one rank has of what this rank wants: a section of what arrives, or else what is kept.
 
     Args:
         place: the same by index in what this rank wants.
@@ -224,7 +225,6 @@ class _Part:
     def __init__(self, piece: Piece, place: Piece, count: int) -> None:
         self.count, self.shape, self.blocks = count, piece.shape, _blocks(place)
         self.section: int | None = None
-        self.cut: _Cut | None = None
 
 
 @dataclass(slots=True)
@@ -263,8 +263,8 @@ class Redistribution:
         self._plan = plan
         self._like = like
         self._kept: dict[int, Tensor] = {}
-        for number in plan.kept:
-            self._kept[number] = tensors[number]
+        for number, cut in plan.kept:
+            self._kept[number] = tensors[number] if cut is None else cut.taken(tensors[number])
         self._pending: Pending | None = None
         if not plan.travels:
             return
@@ -298,12 +298,10 @@ class Redistribution:
         for number, wanted in plan.wanted:
             parts: list[Tensor] = []
             for part in wanted.parts.values():
-                if part.section is not None:
-                    parts.append(sections[part.section].view(part.count, *part.shape))
-                elif part.cut is None:
+                if part.section is None:
                     parts.append(kept[number])
                 else:
-                    parts.append(part.cut.taken(kept[number]))
+                    parts.append(sections[part.section].view(part.count, *part.shape))
             if wanted.is_one:
                 found[number] = parts[0]
             elif parts and wanted.split_dim is not None:  # one kernel instead of one a piece

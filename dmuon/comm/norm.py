@@ -24,9 +24,6 @@ from dmuon.comm.monitor import waiting
 from dmuon.comm.process_groups import named, ranks_of
 from dmuon.platform.torch_private import local_tensor, without_torch_function
 
-_LARGEST = torch.iinfo(torch.int64).max
-_SIGN = torch.iinfo(torch.int64).min
-
 
 def absent_term(order: float) -> float:
     """The term of no elements."""
@@ -67,15 +64,12 @@ def reduce_terms(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
     if math.isfinite(order):
         all_reduce(terms, dist.ReduceOp.SUM, group, "norm")
         return
-    # MAX and MIN of floats may drop NaN, as gloo's do. So the largest of integers is found that have the same order, of
-    # which NaN is the largest: the bits of a float, and those of a negative one inverted below its sign.
-    sign = math.copysign(1.0, order)
-    bits = (terms * sign).view(torch.int64)
-    ordered = torch.where(bits < 0, bits.bitwise_not() | _SIGN, bits)
-    keys = torch.where(terms.isnan(), _LARGEST, ordered)
-    all_reduce(keys, dist.ReduceOp.MAX, group, "largest element")
-    bits = torch.where(keys < 0, (keys ^ _SIGN).bitwise_not(), keys)
-    terms.copy_(torch.where(keys == _LARGEST, math.nan, bits.view(torch.float64) * sign))
+    # MAX and MIN of floats may drop NaN, as gloo's do: whether there is one is asked beside, by another number.
+    sign, unknown = math.copysign(1.0, order), terms.isnan()
+    both = torch.stack([torch.where(unknown, -math.inf, terms * sign), unknown.double()])
+    all_reduce(both, dist.ReduceOp.MAX, group, "largest element")
+    greatest, any_unknown = both.unbind()
+    terms.copy_(torch.where(any_unknown > 0, math.nan, greatest * sign))
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str) -> None:

@@ -154,7 +154,6 @@ class OwnedBuffer:
         self.matrices: list[OwnedMatrix] = []
         self.placed: list[list[tuple[Part, tuple[int, int]]]] = []
         self._assembly: list[tuple[Tensor, Tensor]] = []  # parts of tensors that are made of several, and their slots
-        self._scattered: list[tuple[Tensor, Part, Tensor]] = []  # tensors, parts that are no one slice, and their slots
         slots, begin = iter(self.layout.slots), 0
         for weight, master in owned:
             shape, spans = local_tensor(weight.route.param).shape, list(islice(slots, len(weight.parts)))
@@ -165,11 +164,7 @@ class OwnedBuffer:
                 whole = self._assembled[begin : begin + shape.numel()].view(shape)
                 begin += shape.numel()
                 for part, (a, b) in placed:
-                    slot = self._buffer[a:b].view(part.local_shape)
-                    if part.region.is_slice:
-                        self._assembly.append((part.take(whole), slot))
-                    else:
-                        self._scattered.append((whole, part, slot))
+                    self._assembly += part.pairs(whole, self._buffer[a:b].view(part.local_shape))
             matrix = own(weight, whole, master, comm)
             self.matrices.append(matrix)
             self.placed.append(placed)
@@ -278,11 +273,9 @@ class OwnedBuffer:
             raise RuntimeError(f"block {self.name!r} is {self.state.name}, expected FILLING: {self.state.value}")
         with record_function(f"dmuon::wait_fill {self.name}"):
             self._settle()
-            with torch.no_grad() if self._assembly or self._scattered else nullcontext():
-                if self._assembly:  # what is made of several matrices is put where modules find it
+            if self._assembly:  # what is made of several matrices is put where modules find it
+                with torch.no_grad():
                     torch._foreach_copy_([part for part, _ in self._assembly], [slot for _, slot in self._assembly])
-                for whole, part, slot in self._scattered:
-                    part.write(whole, slot)
         self.state = BufferState.READY
 
     def free(self) -> None:

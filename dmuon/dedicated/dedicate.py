@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dmuon.comm.agreement import agree, require_same, run_awaited
-from dmuon.comm.context import Comm, CommOptions, make_comm
-from dmuon.comm.monitor import forget_groups
+from dmuon.comm.agreement import agree, require_same
+from dmuon.comm.context import Comm, CommOptions
+from dmuon.comm.monitor import FirstError, forget_groups
 from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
@@ -37,16 +37,18 @@ from dmuon.dedicated.inspection import (
     check_parameters,
     checked_policy,
     checked_roots,
+    checked_strategy,
+    chosen,
     describe,
     tensor_group_of,
     tensor_mesh_of,
+    with_strategies,
 )
 from dmuon.dedicated.matrix import OwnedMatrix, Weight, parts_of, resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import excluded_modules, held_by
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
-from dmuon.dedicated.strategies import checked_strategy, chosen, with_strategies
 from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.matrix_spec import remember_spec
@@ -205,14 +207,14 @@ def dedicate_params(
 
     routes: Sequence[Route] = ()
     try:
-        inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
+        inspected, seats = _agree(model, topology, group, inspect)
         topology = topology.with_tensor_parallel([split_over for _, split_over, _ in seats])
         control = group
         if topology.tensor > 1:
             control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
             # Before the other groups: which are made goes by the options.
             seats = require_same(control, None, inspected.description, inspected.seat)
-        context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
+        context = Comm(mesh, topology, group, options, inspected.tensor_mesh, control)
         ns = NsOptions.named(ns_options)
 
         def planned(matrices: Sequence[Matrix], before: Sequence[int] | None = None) -> OwnerPlan:
@@ -329,7 +331,6 @@ def _agree(
     model: nn.Module | Sequence[nn.Module],
     topology: Topology,
     group: dist.ProcessGroup,
-    device_type: str,
     inspect: Callable[[], Inspected],
 ) -> tuple[Inspected, list[Seat]]:
     """Inspect, and fail on every rank if some rank fails or has another model.
@@ -337,29 +338,21 @@ def _agree(
     Returns:
         What this rank has inspected, and the seat of every data-parallel rank.
     """
-
-    def look() -> Inspected | Exception:
-        try:
-            return inspect()
-        except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
-            return fault
-
-    fault: Exception | None = None
-    try:
-        inspected = run_awaited(group, mesh_device(device_type), "inspecting models", look)
-        if isinstance(inspected, Exception):
-            agree(group, inspected)
-            raise inspected
-        seats = require_same(group, None, inspected.description, inspected.seat)
-    except Exception as error:
-        fault = error
+    inspected: Inspected | None = None
+    seats: list[Seat] = []
+    first = FirstError()
+    with first:  # also what select or blocks raise: the other ranks must not wait
+        inspected = inspect()
+    description: list[tuple[str, str]] = [] if inspected is None else inspected.description
+    seat: Seat | None = None if inspected is None else inspected.seat
+    with first:
+        seats = require_same(group, first.error, description, seat)
     # The other tensor-parallel ranks have agreed among their own data-parallel ones only.
     across = tensor_group_of(model, topology.ranks)
     if across is not None:
-        agree(across, fault)
-    if fault is not None:
-        raise fault
-    assert isinstance(inspected, Inspected)
+        agree(across, first.error)
+    first.throw()
+    assert inspected is not None
     return inspected, seats
 
 
@@ -375,15 +368,7 @@ def _own(
     """Make the first rank's values everyone's, give owners their masters and modules their hooks. Collective."""
     packed = _pack(inspected, plan, comm)
     weights_of_all = [weight for _, weights in packed for weight in weights]
-    fault: Exception | None = None
-    try:
-        masters = share_initial_values(inspected.whole, weights_of_all, comm, initialize)
-    except Exception as error:  # what the user's function raises: tensor-parallel ranks must not go on without this one
-        fault = error
-    if comm.topology.tensor > 1:
-        agree(comm.control, fault)
-    if fault is not None:
-        raise fault
+    masters = share_initial_values(inspected.whole, weights_of_all, comm, initialize)
     modules = {r.block: r.block_module for r in inspected.routes}
     blocks: list[Block] = []
     for dtype, weights in packed:

@@ -27,7 +27,7 @@ from dmuon.dedicated.buffer import BufferState, GradState
 from dmuon.dedicated.matrix import OwnedMatrix, Part, as_dtensor, of_elements, of_rows, resting, whole_parameter
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
+from dmuon.dedicated.replicated import dedicated_roots
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Parcel, Region
 from dmuon.layout.topology import GlobalRank, position_in
@@ -59,7 +59,7 @@ class Dedication:
         self.is_list = "" not in roots
         self._prefixes = weakref.WeakKeyDictionary({unwrapped(root): prefix for prefix, root in roots.items()})
         for root in roots.values():
-            mark(root, self)
+            dedicated_roots[root] = self
 
     def place(self, root: nn.Module) -> str:
         """Which one of its list ``root`` is."""
@@ -87,7 +87,7 @@ class Dedication:
 
 def dedication_of(module: nn.Module) -> Dedication | None:
     """What ``dedicate_params(module)`` left; None where it was called on another module, above or below."""
-    dedication: Dedication | None = module.__dict__.get(ATTRIBUTE)
+    dedication: Dedication | None = dedicated_roots.get(module)
     return dedication
 
 
@@ -99,17 +99,15 @@ def dedications(module: nn.Module) -> list[Dedication]:
 
 def averaged_by_dmuon() -> set[int]:
     """By ``id``, all parameters that dedicated models hold: dmuon averages their gradients, or knows who does."""
-    found = {dedication for root in living() if (dedication := dedication_of(root)) is not None}
-    return set().union(*(dedication.runtime.param_ids() for dedication in found))
+    return set().union(*(dedication.runtime.param_ids() for dedication in {*dedicated_roots.values()}))
 
 
 def left_to_others() -> dict[int, tuple[str, dist.ProcessGroup]]:
     """By ``id``, what dedicated models have given no owner: its strategy, and the ranks that average its gradients."""
     found: dict[int, tuple[str, dist.ProcessGroup]] = {}
-    for root in living():
-        if (dedication := dedication_of(root)) is not None:
-            left = [route for route in dedication.routes(root) if route.strategy != "owner"]
-            found |= {id(route.param): (route.strategy, dedication.runtime.comm.group) for route in left}
+    for root, dedication in dedicated_roots.items():
+        left = [route for route in dedication.routes(root) if route.strategy != "owner"]
+        found |= {id(route.param): (route.strategy, dedication.runtime.comm.group) for route in left}
     return found
 
 
@@ -246,7 +244,8 @@ def _whole(comm: Comm, matrix: OwnedMatrix) -> nn.Parameter:
             if comm.world > 1 and part.numel:
                 with comm.monitor.watch(f"broadcast of {matrix.fqn!r} for summon_full_params"):
                     dist.broadcast(value, src=comm.ranks[part.owner], group=comm.group)
-            part.write(whole, value)
+            for of_whole, of_part in part.pairs(whole, value):
+                of_whole.copy_(of_part)
     if isinstance(matrix.full, DTensor):
         whole = as_dtensor(whole, matrix.full.device_mesh, matrix.full.placements, matrix.shape)
     return whole_parameter(whole, matrix.rest)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 
 import torch
 import torch.nn as nn
@@ -283,9 +282,8 @@ class Gradients:
         for matrix in self._matrices:
             flags.append(matrix in self._used)
             trains.append(matrix.rest.requires_grad)
-        missing = set(map(id, map(itemgetter(0), averages)))
-        for param in replicated:
-            flags.append(param.grad is not None and id(param) not in missing)
+        for param in replicated:  # of ``averages`` this rank has no gradient yet
+            flags.append(param.grad is not None)
         self._used.clear()
         comm = self._comm
         if len(comm.topology.ranks) > 1:

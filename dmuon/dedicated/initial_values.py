@@ -5,8 +5,9 @@ Of the latter the first rank initializes one module after the other, and each ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,17 +16,17 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import run_awaited
+from dmuon.comm.agreement import agree
 from dmuon.comm.context import Comm
+from dmuon.comm.monitor import FirstError
 from dmuon.dedicated.matrix import Weight, initial_master
-from dmuon.dedicated.replicated import excluded_modules, held_by
+from dmuon.dedicated.replicated import excluded_modules, held_by, in_buckets
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.torch_private import TorchDispatchMode, local_tensor, move_hooks, share_random_state
 
 Initialize = Callable[[nn.Module], object]
 _NAMED = 5  # at most in one message
-BUCKET_BYTES = 2**28  # most that travels at once, unless one tensor has more
-_ALIGN_BYTES = 16  # of each tensor in a bucket; its dtype needs less
+BUCKET_BYTES = 2**28  # of a bucket that is full
 
 
 def share_initial_values(
@@ -37,11 +38,10 @@ def share_initial_values(
     own = (tensor for tensor in chain(model.parameters(), model.buffers()) if id(tensor) not in theirs)
     tensors = [tensor for tensor in own if not tensor.is_meta]
     of_meta = _values_of_meta(model, comm, initialize) if _is_on_meta(model) else ()
-    # Behind the others: initializing a module may have changed buffers of it that were there.
-    others = zip(tensors, _from_first_rank([*map(local_tensor, tensors)], comm), strict=True)
     masters: dict[str, Tensor] = {}
     replaced: dict[int, Tensor] = {}
-    for tensor, value in chain(of_meta, others):
+    # Behind the others: initializing a module may have changed buffers of it that were there.
+    for tensor, value in chain(of_meta, _from_first_rank(tensors, tensors, comm)):
         weight = by_tensor.get(id(tensor))
         if weight is not None:
             masters[weight.route.fqn] = initial_master(value, weight, comm)
@@ -56,50 +56,31 @@ def share_initial_values(
     return masters
 
 
-def _from_first_rank(tensors: Sequence[Tensor], comm: Comm) -> Iterator[Tensor]:
-    """The first rank's value of each tensor, on the device of ``comm``. Collective over the data-parallel ranks.
+def _from_first_rank(
+    tensors: Sequence[Tensor], values: Sequence[Tensor], comm: Comm
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor with the first rank's value of its local part. Collective over the data-parallel ranks.
 
-    They travel in flat buckets. What is given is read on the first rank alone, and a part of a bucket, which keeps all
-    of that alive: copy what shall stay.
+    They travel in flat buckets. A value may be a part of one, which keeps all of that alive: copy what shall stay.
 
     Args:
         tensors: alike on all ranks in shape and dtype.
+        values: of these; they are read on the first rank alone, where those on the meta device have none.
     """
-    if comm.world == 1:
-        for tensor in tensors:
-            yield tensor.detach().to(comm.device)
-        return
-    for some in _in_buckets(tensors):
-        sizes = [_padded(tensor) for tensor in some]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=comm.device)  # bytes: back ends lack some dtypes
+    given = {id(tensor): local_tensor(value).detach() for tensor, value in zip(tensors, values, strict=True)}
+    for bucket in in_buckets(tensors, BUCKET_BYTES, attrgetter("dtype")):  # ranks may have them on other devices
+        sources = [given[id(tensor)] for tensor in bucket]
+        flat = torch.empty(sum(map(torch.numel, sources)), dtype=bucket[0].dtype, device=comm.device)
         parts = [
-            room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for room, tensor in zip(flat.split(sizes), some, strict=True)
+            part.view(one.shape) for part, one in zip(flat.split([*map(torch.numel, sources)]), sources, strict=True)
         ]
         if comm.position == 0:
-            for part, tensor in zip(parts, some, strict=True):
-                part.copy_(tensor.detach())
+            for part, source in zip(parts, sources, strict=True):
+                if not source.is_meta:  # of what could not be initialized, any value is sent
+                    part.copy_(source)
         with comm.monitor.watch("broadcast of initial values"):
-            dist.broadcast(flat, src=comm.ranks[0], group=comm.group)
-        yield from parts
-
-
-def _in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """``tensors`` in order; those that come together have at most ``BUCKET_BYTES``, unless one has more."""
-    some: list[Tensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        if some and nbytes + _padded(tensor) > BUCKET_BYTES:
-            yield some
-            some, nbytes = [], 0
-        some.append(tensor)
-        nbytes += _padded(tensor)
-    if some:
-        yield some
-
-
-def _padded(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            dist.broadcast(flat.view(torch.uint8), src=comm.ranks[0], group=comm.group)  # back ends lack some dtypes
+        yield from zip(bucket, parts, strict=True)
 
 
 def _is_on_meta(model: nn.Module) -> bool:
@@ -152,7 +133,7 @@ def _values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None)
 
     Raises:
         RuntimeError: on the first rank: initializing a module failed, or changed what it holds.
-        CollectiveError: on the others, then.
+        ValueError: on the others, then.
     """
     of_model = isinstance(getattr(initialize, "__self__", None), nn.Module)
     waiting = [
@@ -165,16 +146,14 @@ def _values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None)
         share_random_state(mesh)
     last = {id(tensor): module for _, module in waiting for _, _, tensor in _waiting(module)}
     given: dict[int, Tensor] = {}  # on the first rank, until all modules that hold a tensor are initialized
+    first = FirstError()  # what follows is sent all the same, since the others wait for it
     for name, module in waiting:
-
-        def work(name: str = name, module: nn.Module = module) -> None:
-            if comm.position == 0:
+        if comm.position == 0 and first.error is None:
+            with first:
                 _initialize(module, name, initialize, given, comm.device)
-
-        run_awaited(comm.group, comm.device, f"initializing {name or 'the model'!r}", work)
         complete = {id(t): t for _, _, t in _waiting(module) if last[id(t)] is module}
-        sources = [local_tensor(given.pop(key, tensor)) for key, tensor in complete.items()]
-        yield from zip(complete.values(), _from_first_rank(sources, comm), strict=True)
+        yield from _from_first_rank([*complete.values()], [given.pop(key, t) for key, t in complete.items()], comm)
+    agree(comm.control, first.error)
 
 
 def _replacement(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:

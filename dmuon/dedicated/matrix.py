@@ -80,12 +80,14 @@ class Part:
         taken = self.region.take(tensor)
         return taken[0] if len(taken) else tensor.new_empty(self.local_shape)
 
-    def write(self, tensor: Tensor, value: Tensor) -> None:
-        """Make ``value`` this matrix of such a tensor."""
-        taken = self.take(tensor)
-        taken.copy_(value)
-        if self.numel:
-            self.region.put(tensor, [taken])
+    def pairs(self, tensor: Tensor, matrix: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Views of such a tensor, and of ``matrix``, ``local_shape``, that hold the same elements of it."""
+        region = self.region
+        if self.is_whole or region.is_slice:
+            return [(self.take(tensor), matrix)]
+        runs = [replace(region, runs=(run,)) for run in region.runs]
+        rows = matrix.split([stop - start for start, stop in region.runs], region.dim - 1)
+        return [(run.take(tensor)[0], of_run) for run, of_run in zip(runs, rows, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

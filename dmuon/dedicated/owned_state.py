@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from dmuon.comm.norm import named_tensor
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor
 from dmuon.dedicated.owned_tensor import LOCAL, OwnedTensor
@@ -89,6 +88,7 @@ class OwnedState(OwnedTensor):
     spec: MatrixSpec
     allowed = LOCAL.union(_CONVERSIONS)
     kept = ("owners", "chunks", "spec")
+    keeps = "a state dict of a dedicated model keeps"
     remedy = f"full_tensor() on every rank gives the whole, or {REMEDY}"
 
     @classmethod
@@ -158,12 +158,6 @@ class OwnedState(OwnedTensor):
         return RuntimeError(
             f"{what} is not available on {self.fqn!r} in a state dict of a dedicated model: it is {self._where} and "
             f"empty on the others; {self.remedy}"
-        )
-
-    def _laid_otherwise(self, func: Any, other: Tensor) -> RuntimeError:
-        return RuntimeError(
-            f"{func} mixes {self.fqn!r}, which a state dict of a dedicated model keeps {self._where}, with "
-            f"{named_tensor(other)} that is laid out otherwise; {self.remedy}"
         )
 
     def is_contiguous(self, *_: Any, **__: Any) -> bool:

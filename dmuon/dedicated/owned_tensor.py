@@ -97,6 +97,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
     _keeper: weakref.ref[Any] | None = None  # the runtime of its model, which holds the parameter itself
     allowed: ClassVar[frozenset[str]] = LOCAL  # operations
     kept: ClassVar[tuple[str, ...]] = ("owners",)  # attributes of what lies alike
+    keeps: ClassVar[str] = "dmuon keeps"
     remedy: ClassVar[str] = _REMEDY
 
     @property
@@ -196,7 +197,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
 
     def _laid_otherwise(self, func: Any, other: Tensor) -> RuntimeError:
         return RuntimeError(
-            f"{func} mixes {self.fqn!r}, which dmuon keeps {self._where}, with {named_tensor(other)} that is laid out "
+            f"{func} mixes {self.fqn!r}, which {self.keeps} {self._where}, with {named_tensor(other)} that is laid out "
             f"otherwise; {self.remedy}"
         )
 

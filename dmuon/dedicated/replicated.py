@@ -7,7 +7,8 @@ of experts are such: these have other owners, and other weights, than what all r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,37 +30,25 @@ from dmuon.platform.host import all_living
 from dmuon.platform.torch_private import divide_factor, local_tensor, managed_by_ddp, managed_by_fsdp, reduced_by_ddp
 
 _BUCKET_BYTES = 25 * 2**20
-ATTRIBUTE = "_dmuon_dedication"  # of a module that ``dedicate_params`` was called with
-
-_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all of these
-
-
-def mark(root: nn.Module, dedication: object) -> None:
-    """Leave on ``root`` what was made of it."""
-    setattr(root, ATTRIBUTE, dedication)
-    _roots.add(root)
-
-
-def living() -> list[nn.Module]:
-    """All of these that are left."""
-    return list(_roots)
+# By the modules that ``dedicate_params`` was called with, as long as they live, what it made of them.
+dedicated_roots: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def excluded_modules(model: nn.Module) -> set[nn.Module]:
     """The modules in ``model``, which was not dedicated, that belong to what was."""
-    return {module for root in model.modules() if ATTRIBUTE in root.__dict__ for module in root.modules()}
+    return {module for root in model.modules() if root in dedicated_roots for module in root.modules()}
 
 
 def shared_with(model: nn.Module) -> nn.Module | None:
     """A module that lies in what was dedicated in ``model`` before, and outside of it too; None without."""
-    roots = {module for module in model.modules() if ATTRIBUTE in module.__dict__}
+    roots = {module for module in model.modules() if module in dedicated_roots}
     outside = {module for _, module in model.named_modules(memo=roots)}  # which passes by what is in there
     return next((module for module in excluded_modules(model) if module in outside), None)
 
 
 def holder_of(module: nn.Module) -> nn.Module | None:
     """A dedicated model that has ``module`` in it; None without."""
-    return next((root for root in _roots if any(module is one for one in root.modules())), None)
+    return next((root for root in dedicated_roots if any(module is one for one in root.modules())), None)
 
 
 def held_by(modules: Iterable[nn.Module]) -> set[int]:
@@ -81,31 +70,48 @@ class ManagedModules:
         self._excluded = weakref.WeakSet(module for root in roots.values() for module in excluded_modules(root))
         self._blocks = blocks
 
-    def modules(self) -> Iterable[nn.Module]:
-        """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
-        found: dict[nn.Module, None] = {}
-        waiting: list[nn.Module | None] = []
-        for root in self._roots.values():
-            waiting.append(root())
-        if waiting.count(None) == len(waiting):
-            waiting += [block.module for block in self._blocks]
-        waiting.reverse()
-        while waiting:
-            module = waiting.pop()
-            if module is not None and module not in found:
-                found[module] = None
-                waiting += [*module._modules.values()][::-1]
-        return [module for module in found if module not in self._excluded] if self._excluded else found
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All that they hold."""
-        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
-        alive = {prefix: root for prefix, root in roots.items() if root is not None}
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All of them, each once."""
+        alive = {prefix.rstrip("."): root for prefix, of in self._roots.items() if (root := of()) is not None}
         if not alive:
             alive = {str(i): block.module for i, block in enumerate(self._blocks) if block.module is not None}
-        theirs = held_by(self._excluded)
-        whole = alive[""] if "" in alive else nn.ModuleDict(alive)
-        return ((name, param) for name, param in whole.named_parameters() if id(param) not in theirs)
+        memo = set(self._excluded)
+        for prefix, root in alive.items():
+            yield from root.named_modules(memo, prefix)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All that they hold, each once."""
+        found: set[int] = set()
+        for name, module in self.named_modules():
+            for key, param in module._parameters.items():
+                if param is not None and id(param) not in found:
+                    found.add(id(param))
+                    yield f"{name}.{key}".lstrip("."), param
+
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
+
+
+def in_buckets(tensors: Iterable[_Tensor], nbytes: int, kind: Callable[[_Tensor], Hashable]) -> list[list[_Tensor]]:
+    """``tensors`` of one kind together, until they have ``nbytes``; the same on all ranks.
+
+    Whole tensors count: tensor-parallel ranks, whose parts may differ, make the same buckets.
+    """
+    buckets: list[list[_Tensor]] = []
+    growing: dict[Hashable, tuple[int, int]] = {}
+    for tensor in tensors:
+        key = kind(tensor)
+        index, size = growing.get(key, (-1, nbytes))
+        if size >= nbytes:
+            index, size = len(buckets), 0
+            buckets.append([])
+        buckets[index].append(tensor)
+        growing[key] = (index, size + tensor.numel() * tensor.element_size())
+    return buckets
+
+
+def _kind(param: Tensor) -> Hashable:
+    return param.dtype, local_tensor(param).device
 
 
 class _Bucket:
@@ -191,12 +197,14 @@ class GradAverager:
     def look(self) -> None:
         """Find what the model trains now and nobody else averages."""
         held: dict[int, nn.Parameter] = {}
-        for module in self._managed.modules():
-            for param in module._parameters.values():
+        names: dict[int, str] = {}
+        for path, module in self._managed.named_modules():
+            for name, param in module._parameters.items():
                 if param is None or not param.requires_grad or id(param) in self._others:
                     continue
                 if self._comm.world > 1 or isinstance(param, DTensor):
                     held[id(param)] = param
+                    names.setdefault(id(param), f"{path}.{name}")
         if held.keys() == self._found.keys() and self.looked:
             return
         if not self.looked or not held.keys() <= self._found.keys():
@@ -209,7 +217,7 @@ class GradAverager:
             key: self._found.get(key) or (param, param.register_post_accumulate_grad_hook(self._hook))
             for key, param in ours.items()
         }
-        self.names = {id(p): canonical_fqn(n) for n, p in self._managed.named_parameters() if id(p) in ours}
+        self.names = {key: canonical_fqn(names[key].lstrip(".")) for key in ours}
         self.changed = [*self._found] != [*map(id, self.params)]
 
     def _leave_to_others(self, new: Iterable[nn.Parameter]) -> None:
@@ -224,7 +232,8 @@ class GradAverager:
                     f"parameter {tensor.fqn!r} is owned by dmuon and managed by DistributedDataParallel too; call the "
                     "dedicated model without it: dmuon averages all gradients over the mesh"
                 )
-        for module in self._managed.modules():
+        modules = [module for _, module in self._managed.named_modules()]
+        for module in modules:
             factor = divide_factor(module) if isinstance(module, FSDPModule) else None
             if factor not in (None, self._comm.world):
                 raise RuntimeError(
@@ -232,7 +241,7 @@ class GradAverager:
                     f"{self._comm.world} ranks, of which dmuon averages the gradients that FSDP2 does not shard: leave "
                     "it out, and scale the loss of each rank so that the average over ranks is meant"
                 )
-        theirs = {id(p) for module in self._managed.modules() for p in reduced_by_ddp(module)}
+        theirs = {id(p) for module in modules for p in reduced_by_ddp(module)}
         # Of modules around this model too: their hooks may have put whole weights into it by now.
         theirs.update(id(p) for module in all_living(FSDPModule) for p in managed_by_fsdp(module))
         for param in new:
@@ -259,9 +268,9 @@ class GradAverager:
         new = [param for param in found if id(param) not in known]
         agree(self._comm.control, self._difference(new))
         self.params, self.changed = found, False
-        self._build(new)
+        self._buckets = in_buckets(new, _BUCKET_BYTES, _kind)
         undecided = self.finish()
-        self._build(found)
+        self._buckets = in_buckets(found, _BUCKET_BYTES, _kind)
         return undecided
 
     def _difference(self, params: Sequence[nn.Parameter]) -> str | None:
@@ -283,20 +292,6 @@ class GradAverager:
             f"parameter {names[0]!r} has other values on other ranks, as do {len(names) - 1} more of those that dmuon "
             "averages the gradients of: seed all ranks alike where such parameters are made, or broadcast them"
         )
-
-    def _build(self, params: Sequence[nn.Parameter]) -> None:
-        """Put ``params`` into buckets."""
-        self._buckets = []
-        open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
-        for param in params:
-            key = (param.dtype, local_tensor(param).device)
-            index, size = open_buckets.get(key, (-1, _BUCKET_BYTES))
-            if size >= _BUCKET_BYTES:
-                index, size = len(self._buckets), 0
-                self._buckets.append([])
-            self._buckets[index].append(param)
-            # The size of the whole parameter: tensor-parallel ranks, whose parts may differ, make the same buckets.
-            open_buckets[key] = (index, size + param.numel() * param.element_size())
 
     # -- a backward ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dmuon.comm.agreement import agree, run_awaited
+from dmuon.comm.agreement import agree
 from dmuon.comm.process_groups import broadcast_object, gather_objects, ranks_of
 from dmuon.kernels import user_cache_directory
 from dmuon.planning import cost_lookup
@@ -101,7 +101,7 @@ def make_plan(
     Raises:
         ValueError: on every rank, when the costs are unusable, the solver failed, or the plan does not fit
             this rank's model.
-        CollectiveError: on every other rank, when one was interrupted or is gone.
+        CollectiveError: on every other rank, when one is gone, or takes longer than a collective of ``group`` may.
     """
     matrices = tuple(matrices)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -124,7 +124,7 @@ def make_plan(
         except Exception as fault:  # every rank must hear of it, whatever it is
             return [reason_of(fault), None, None]
 
-    sent = run_awaited(group, device, "planning", choose)
+    sent = choose()
     if world > 1:
         sent = broadcast_object(sent, group, "the broadcast of the plan")
     error, result = sent[0], None
@@ -207,7 +207,7 @@ def _find_costs(
     world = dist.get_world_size(group)
 
     def share(work: Callable[[], object]) -> list[object]:
-        return gather_objects(run_awaited(group, device, "finding costs", work), group, "the exchange of costs")
+        return gather_objects(work(), group, "the exchange of costs")
 
     return cost_lookup.find_costs(
         dict(Counter(m.shape for m in matrices)),

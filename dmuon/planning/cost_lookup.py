@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dmuon.comm.domain import Domain
+from dmuon.comm.monitor import FirstError
 from dmuon.planning.cost_cache import (
     CacheKey,
     CostCache,
@@ -240,13 +241,16 @@ def _measure_together(
     if rank == 0:
         name = keys[0].device
         _log.info("timing %d batches of the Muon update on %s, %g s per rank at most", len(cost), name, budget_s)
-    # All together before anybody's clock runs: to compile takes the host's processors, on which launches wait.
-    share(lambda: build_kernels(work, device=device, options=options))
     fault: str | None = None
     entries: Entries = {}
-    try:
-        entries = measure(work, device=device, options=options, budget_s=budget_s)
-    except Exception as error:  # the others wait in share
+    first = FirstError()  # the others wait in share
+    with first:
+        build_kernels(work, device=device, options=options)
+    # All together before anybody's clock runs: to compile takes the host's processors, on which launches wait.
+    share(lambda: None)
+    with first:
+        entries = measure({} if first.error else work, device=device, options=options, budget_s=budget_s)
+    if (error := first.error) is not None:
         fault = f"rank {rank}: measuring Newton–Schulz on {device} failed: {type(error).__name__}: {error}"
     outcomes: list[Any] = share(lambda: (fault, entries))
     merged: dict[Shape, dict[int, Timing]] = {}

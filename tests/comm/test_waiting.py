@@ -1,4 +1,4 @@
-"""Ranks wait for the work of one as long as it lives, and hear of it when it does not."""
+"""Ranks wait for the work of one, and hear of it when that is gone or does not come."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from harness.jobs import run_ranks
 from harness.network import loss_of
 from harness.on_ranks import on_ranks
@@ -23,59 +20,9 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.comm import monitor
-from dmuon.comm.agreement import run_awaited
 from dmuon.planning import agreed_plan, cost_lookup
 
-CPU = torch.device("cpu")
-TIMEOUT = 4.0  # of groups, in seconds: a busy machine may leave a thread without a CPU for some of them
 SPARE = 15.0  # for a busy machine
-
-
-@pytest.mark.pitfall("P71")
-@pytest.mark.parametrize("worker", [0, pytest.param(1, marks=pytest.mark.slow)])
-@on_ranks(3)
-def test_work_that_takes_longer_than_a_collective_may_is_waited_for(rank: int, world: int, worker: int) -> None:
-    def work() -> int:
-        if rank == worker:
-            time.sleep(1.5 * TIMEOUT)
-            ended[0] = time.monotonic()
-        return rank
-
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
-    ended = torch.zeros(1, dtype=torch.float64)  # by a clock that all processes of a machine share
-    assert run_awaited(group, CPU, "a long work", work) == rank
-    waited = time.monotonic()
-    dist.broadcast(ended, worker)
-    assert waited >= ended.item() > 0, "all wait"
-    assert run_awaited(group, CPU, "a short work", lambda: -rank) == -rank
-    assert not [thread for thread in threading.enumerate() if thread.name == "dmuon-ticks"]
-
-
-@pytest.mark.pitfall("P71")
-@pytest.mark.parametrize(("worker", "victim"), [(0, 0), pytest.param(0, 1, marks=pytest.mark.slow)])
-@on_ranks(3)
-def test_an_interrupt_ends_all_ranks_whoever_works(rank: int, world: int, worker: int, victim: int) -> None:
-    def work() -> None:
-        if rank == victim:
-            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        if rank == worker:
-            time.sleep(3.0 if worker != victim else 60.0)
-
-    group = dist.new_group()
-    begin = time.monotonic()
-    if rank == victim:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers ignore it
-        with pytest.raises(KeyboardInterrupt):
-            run_awaited(group, CPU, "a long work", work)
-        signal.signal(signal.SIGINT, before)
-    else:
-        says = rf"rank {rank}: a long work was given up, because rank {victim} was interrupted or failed: see its log"
-        with pytest.raises(dmuon.CollectiveError, match=says):
-            run_awaited(group, CPU, "a long work", work)
-    assert time.monotonic() - begin < SPARE
-
-
-# -- through dedicate_params ---------------------------------------------------------------------------------------
 
 
 def interrupted(rank: int, world: int, where: str, victim: int) -> None:

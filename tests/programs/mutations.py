@@ -118,7 +118,7 @@ FAULTS = {
         "gradients_grow_to_the_limit": "coefficient = «torch.clamp(→»limit / (total + 1e-6)«, max=1.0)→»",
     },
     f"{CLIP} -k equals_a_single_process": {
-        "a_nan_of_another_rank_is_lost": "keys = torch.where(terms.isnan(), «_LARGEST→0», ordered)",
+        "a_nan_of_another_rank_is_lost": "terms.copy_(torch.where(any_unknown > «0→1», math.nan, greatest * sign))",
     },
     "tests/planning/test_cost_lookup.py -k another_devices": {
         "costs_of_another_device_fit": 'return replace(self, driver="", torch="", cuda=""«→, device=""», compilers="")',

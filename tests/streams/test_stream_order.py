@@ -320,8 +320,6 @@ HOST = "not tried: the pretended device has no memory beside the host's; tests/p
 CONNECTS = "what it carries is read by nobody, and faults show early"
 ENGINE = "what ends a backward runs behind everything that its hooks have queued, on whatever stream"
 HARMLESS = {
-    "ticks.join in run_awaited": "a thread of the host ends",
-    "self._ended.wait in _Ticks.run": "a thread of the host is told to end",
     "domain.vote_stream.alone in Exchange.before_step": "reading the result waits for the same stream",
     "monitor.start(…).wait in Vote.__init__": "reading the result waits for the same stream",
     "Stream(self._monitor.device, priority=-1).alone in Vote._tell_difference": "reading what differs waits for it too",
@@ -342,7 +340,7 @@ HARMLESS = {
     "returned.wait in tensor_of": RESULT,
     "stream.wait_stream in CudaGraphs.record": GRAPH,
     "current.wait_stream in CudaGraphs.record": GRAPH,
-    "monitor.synchronize in make_comm": CONNECTS,
+    "self.monitor.synchronize in Comm.__init__": CONNECTS,
     "self._origin.await_users in GradReduction._wait_for_all": ENGINE,
     "self._origin.await_users in GradReduction.finish": ENGINE,
     "exchange.alone in find_residencies": "no stream: parameters that this rank has alone",

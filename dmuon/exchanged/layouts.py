@@ -212,7 +212,8 @@ def _placed_on_grid(
 ) -> list[ParameterLayout | None]:
     """Where the parameters lie in ``grid``. All ranks of it go on from here, or raise.
 
-    They agree twice, whatever each of them finds: on the shapes of plain parameters that are cut, and on who shares.
+    Each tells the others once, whatever it finds, what of its plain parameters is cut, and with whom it shares any. In
+    that all of them find the same faults.
     """
     placed: list[ParameterLayout | None] = []
     cut: dict[int, Cuts] = {}
@@ -221,29 +222,19 @@ def _placed_on_grid(
         placed, cut = place(params, names, grid, this_rank(), recipe.shard_dims)
     except Exception as error:  # whatever a user's shard_dims raises
         fault = error
-    told = agree(whole.group, fault, [(names[i], tuple(params[i].shape)) for i in cut])
-    try:
-        shapes = [told[whole.ranks.index(rank)] for rank in grid.ranks]
-        for i, layout in place_shards(cut, shapes, grid, this_rank()).items():
-            placed[i] = layout
-    except ValueError as error:
-        fault = error
-    shared = {one.ranks for one in placed if one is not None and len(one.ranks) > 1}
-    _require_shared_alike(whole.ranks, agree(whole.group, fault, shared))
-    return placed
-
-
-def _require_shared_alike(ranks: Ranks, shared: Sequence[set[Ranks]]) -> None:
-    """Raise on all ranks of a grid if one of them waits for another that does not know of it."""
-    of_rank = dict(zip(ranks, shared, strict=True))
-    for rank, lines in of_rank.items():
+    said = [(names[i], dims, tuple(params[i].shape)) for i, dims in cut.items()], {one.ranks for one in placed if one}
+    told = dict(zip(whole.ranks, agree(whole.group, fault, said), strict=True))
+    for i, layout in place_shards(cut, [told[rank][0] for rank in grid.ranks], grid, this_rank()).items():
+        placed[i] = layout
+    for rank, (_, lines) in told.items():  # does one of them wait for another that does not know of it?
         for line in sorted(lines):
-            other = next((other for other in line if line not in of_rank.get(other, ())), None)
+            other = next((other for other in line if line not in (told[other][1] if other in told else ())), None)
             if other is not None:
                 raise ValueError(
                     f"rank {rank} holds parameters together with ranks {list(line)}, and rank {other} holds none with "
                     "exactly these; give all of them the same parameters, laid out alike, and the same shard_dims"
                 )
+    return placed
 
 
 def _described(label: str, param: Tensor, placed: ParameterLayout, strategy: str | None) -> tuple[str, str]:

@@ -53,7 +53,6 @@ def exchange_for(
     params: Sequence[Tensor],
     names: Sequence[str],
     device: torch.device,
-    last: Exchange | None,
     ns: NsOptions,
     strategies: Mapping[int, str],
     start_ns: int,
@@ -65,7 +64,6 @@ def exchange_for(
     Args:
         copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
         device: in case that there are no parameters.
-        last: the same optimizer's before, whose process groups, and plans that still fit, are used again.
         ns: how it orthogonalizes.
         strategies: by ``id``, of those parameters that have not just owners.
         start_ns: what this rank is predicted to take for what is not exchanged.
@@ -73,8 +71,8 @@ def exchange_for(
     config = given or default_config(copies, params)
     if config is None or not (params or dist.is_initialized()):
         return None
-    state, old = config.state, None if last is None else last.known
-    state |= {"rank": this_rank(), "param_names": list(names), LAYOUTS: old}
+    state = config.state
+    state |= {"rank": this_rank(), "param_names": list(names), LAYOUTS: None}
     gathered, assigned = recipe_of(config), config.assign_fn.recipe if isinstance(config.assign_fn, ByLayout) else None
     by_layout = gathered is not None
     by_recipe = by_layout and assigned is gathered
@@ -86,7 +84,6 @@ def exchange_for(
             params,
             names,
             device=device,
-            last=old,
             among_holders=by_layout,
             strategies=strategies if by_recipe else {},
         )
@@ -102,7 +99,7 @@ def exchange_for(
     first = FirstError(refused, through=(CollectiveError,))
     with first:  # ranks that share other matrices with this one must hear of whatever is raised
         if layouts is not None and assigned is recipe:
-            layouts = state[LAYOUTS] = plan(layouts, old, ns, start_ns)
+            layouts = state[LAYOUTS] = plan(layouts, ns, start_ns)
             state["assignments"] = planned_owners(layouts, this_rank())
             owners = tuple(state["assignments"].values())
         elif params:
@@ -120,7 +117,7 @@ def exchange_for(
             fault = fault or owner_fault(layouts, owners)
         domains = [(domain, layouts.members(domain)) for domain in layouts.domains.values()]
         exchanged = [(domain, layouts.exchanged(domain)) for domain in layouts.domains.values()]
-    elif (domain := _domain_of_users(config, params, device, last)) is not None:
+    elif (domain := _domain_of_users(config, params, device)) is not None:
         domains = exchanged = [(domain, list(params))]
         stranger = next((i for i, owner in enumerate(owners) if owner not in domain.ranks), None)
         if stranger is not None and fault is None:
@@ -132,26 +129,18 @@ def exchange_for(
     said = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
     require_same_in_turn([(one.group, [said[id(p)] for p in members]) for one, members in exchanged], fault)
     domains = domains if params else []  # no other rank has any either
-    known = layouts or state[LAYOUTS]
-    if by_layout and layouts is not None:
-        return LayoutExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
-    return UserExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
+    kind = LayoutExchange if by_layout else UserExchange
+    return kind(config, list(params), list(names), owners, layouts, domains, copies)
 
 
-def _domain_of_users(
-    config: DistributedConfig, params: Sequence[Tensor], device: torch.device, last: Exchange | None
-) -> Domain | None:
+def _domain_of_users(config: DistributedConfig, params: Sequence[Tensor], device: torch.device) -> Domain | None:
     """The ranks of a user's functions; None if they are others, and this one has no parameters."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = config.state.get("process_group") or dist.group.WORLD
     if not params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
         return None
-    ranks = ranks_of(group)
-    where = local_tensor(params[0]).device if params else device  # which changes when a model is moved
-    opened = [] if last is None else [domain for domain, _ in last.domains]
-    same = (domain for domain in opened if (domain.ranks, domain.device) == (tuple(sorted(ranks)), where))
-    return next(same, None) or make_domain(ranks, where)
+    return make_domain(ranks_of(group), local_tensor(params[0]).device if params else device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +188,6 @@ class Exchange(Residency):
         owners: by number of the parameter.
         layouts: where the parameters lie; None where only a user's functions know.
         domains: ranks that share parameters with this one, and which.
-        known: what generated functions know of the parameters, whose groups the next assignment uses again.
         copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
         edited: momentum of this rank was changed since its last step: what others keep of it is gathered again.
         keeps_momentum: this rank keeps momentum of matrices of which state shows a part.
@@ -211,7 +199,6 @@ class Exchange(Residency):
     owners: tuple[GlobalRank, ...]
     layouts: Layouts | None
     domains: list[tuple[Domain, list[Tensor]]]
-    known: Layouts | None
     copies: Mapping[int, dist.ProcessGroup]
 
     def __post_init__(self) -> None:

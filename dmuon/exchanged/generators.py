@@ -282,7 +282,7 @@ class AssignByLayout(ByLayout):
             names = [str(i) for i in range(len(params))]
         last: Layouts | None = state.get(LAYOUTS)
         among_holders = last is not None and last.among_holders
-        state[LAYOUTS] = plan(lay_out(self.recipe, params, names, last=last, among_holders=among_holders), last)
+        state[LAYOUTS] = plan(lay_out(self.recipe, params, names, among_holders=among_holders))
         return planned_owners(state[LAYOUTS], this_rank())
 
 
@@ -301,7 +301,7 @@ class GatherByLayout(ByLayout):
         local = local_tensor(update).detach()
         found = _under_way(state)
         if found is None:
-            state[_SINGLE] = lay_out(self.recipe, [update], ["update"], last=state.get(_SINGLE))
+            state[_SINGLE] = lay_out(self.recipe, [update], ["update"])
             found = state[_SINGLE], 0
         layouts, index = found
         expected = local_tensor(layouts.params[index]).shape

@@ -62,7 +62,6 @@ class Layouts:
         labels: the same on all ranks that share a parameter, where ``names`` may differ.
         placed: where each parameter lies; None for one that this rank has alone.
         domains: by their ranks, those that share parameters with this one; in one order on all ranks.
-        whole: all ranks of the recipe's grid, some of which may share nothing; None without a grid of several ranks.
         among_holders: ranks that hold the same matrices of a stack exchange these among themselves.
         plans: who is to own what, by the ranks that share it; empty before they have planned.
         strategies: how the matrices of each parameter are orthogonalized that several ranks hold; none is ``"auto"``,
@@ -78,7 +77,6 @@ class Layouts:
     labels: tuple[str, ...]
     placed: tuple[ParameterLayout | None, ...]
     domains: Mapping[Ranks, Domain]
-    whole: Domain | None
     among_holders: bool = False
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
     strategies: tuple[str, ...] = ()
@@ -106,7 +104,6 @@ def lay_out(
     names: Sequence[str],
     *,
     device: torch.device | None = None,
-    last: Layouts | None = None,
     among_holders: bool = False,
     strategies: Mapping[int, str] = MappingProxyType({}),
 ) -> Layouts:
@@ -116,7 +113,6 @@ def lay_out(
 
     Args:
         device: of the ranks' communication if there are no parameters.
-        last: of the same optimizer before; its process groups are used again.
         among_holders: the matrices of a stack are exchanged by the ranks that hold them, where these are some of those
             that share the stack.
         strategies: by ``id``, of those parameters that have not just owners.
@@ -134,10 +130,8 @@ def lay_out(
     elif len(recipe.grid.ranks) == 1:
         placed, _ = place(params, names, recipe.grid, this_rank(), recipe.shard_dims)  # of one rank nothing is cut
     else:
-        whole = None if last is None else last.whole
-        if whole is None or whole.ranks != tuple(sorted(recipe.grid.ranks)):
-            # Before any rank can find a fault, which it then tells the others.
-            whole = make_domain(recipe.grid.ranks, device or torch.device("cpu"))
+        # Before any rank can find a fault, which it then tells the others.
+        whole = make_domain(recipe.grid.ranks, device or torch.device("cpu"))
         placed = _placed_on_grid(recipe, recipe.grid, whole, params, names)
     placed = [None if one is None or len(one.ranks) == 1 else one for one in placed]
     among_holders = among_holders and not (dist.is_initialized() and default_group_is_bound())
@@ -147,15 +141,13 @@ def lay_out(
             for param, one in zip(params, placed, strict=True)
         ]
 
-    open_domains = {} if last is None else dict(last.domains)
-    if whole is not None:
-        open_domains[whole.ranks] = whole
     domains: dict[Ranks, Domain] = {}
     labels = list(names)
     asked: list[tuple[dist.ProcessGroup, list[tuple[str, str]]]] = []
     for ranks in sorted({one.whole.ranks for one in placed if one is not None}):
         members = [(i, one.whole) for i, one in enumerate(placed) if one is not None and one.whole.ranks == ranks]
-        domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[members[0][0]]).device)
+        is_whole = whole is not None and whole.ranks == ranks
+        domains[ranks] = whole if is_whole else make_domain(ranks, local_tensor(params[members[0][0]]).device)
         for number, (i, _) in enumerate(members):
             if " " in names[i]:  # of no module: groups differ between ranks, its number among the shared does not
                 labels[i] = f"{number} of those that ranks {listed(ranks, ' ')} hold together"
@@ -165,7 +157,7 @@ def lay_out(
     # Only now: a rank that has another layout would not come. What is alike as a whole is alike in its parts.
     for ranks in sorted({one.ranks for one in placed if one is not None and one.is_part} - domains.keys()):
         member = next(i for i, one in enumerate(placed) if one is not None and one.ranks == ranks)
-        domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[member]).device)
+        domains[ranks] = make_domain(ranks, local_tensor(params[member]).device)
     domains = dict(sorted(domains.items()))
     return Layouts(
         recipe,
@@ -174,7 +166,6 @@ def lay_out(
         tuple(labels),
         tuple(placed),
         domains,
-        whole,
         among_holders,
         strategies=tuple(strategies.get(id(param), "owner") for param in params),
     )
@@ -257,14 +248,12 @@ def _described_pieces(layout: ShardLayout) -> str:
 # -- who owns what --------------------------------------------------------------------------------------------------
 
 
-def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = None, start_ns: int = 0) -> Layouts:
+def plan(layouts: Layouts, ns: NsOptions | None = None, start_ns: int = 0) -> Layouts:
     """``layouts`` with plans of who owns what. Collective over the ranks that share parameters.
 
     Domains of few ranks are planned first: those of many level what these leave uneven.
 
     Args:
-        last: of the same optimizer before. Ranks that share the same matrices as then keep their plan: they agree on
-            the matrices, and so on this as well.
         ns: the Newton–Schulz run that costs are of; None: the default one.
         start_ns: what this rank is predicted to take for what is not exchanged.
     """
@@ -276,14 +265,6 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
     for ranks, domain in sorted(layouts.domains.items(), key=lambda item: (len(item[0]), item[0])):
         matrices, pools = shared_matrices(layouts, ranks)
         if not matrices:
-            continue
-        old = last.plans.get(ranks) if last is not None and last.recipe.options == options else None
-        if last is not None and old is not None and old.matrices == tuple(matrices):
-            _log.debug("ranks %s share the same matrices as before, and keep their plan", ranks)
-            plans[ranks] = old
-            choices |= {m.name: last.choices[m.name] for m in matrices if m.name in last.choices}
-            rankings |= {ranks: last.rankings[ranks]} if ranks in last.rankings else {}
-            start_ns += _predicted_ns(matrices, choices, old, domain.position)
             continue
         with first:  # the ranks of the next domains wait for this one
             per_byte = ns_per_byte(domain, options.costs)

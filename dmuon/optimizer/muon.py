@@ -343,7 +343,7 @@ class Muon(torch.optim.Optimizer):
         self._left = {key: strategy for key, (strategy, _) in left_to_others().items()}
         self._strategies = strategies_of(self.param_groups, self._names, self._strategy, self._left)
         residencies = find_residencies(
-            muon, self._names, self._config, self._wrapping.copies, self._device, self._exchange, ns, self._strategies
+            muon, self._names, self._config, self._wrapping.copies, self._device, ns, self._strategies
         )
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)

@@ -81,6 +81,7 @@ class Residency(ABC):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         """Ids of the parameters to update: some rank has a gradient. None if they lie differently than in the tasks.
 
@@ -91,11 +92,6 @@ class Residency(ABC):
         Raises:
             RuntimeError: weights or gradients are in no state for a step.
         """
-        present = set()
-        for param in self.params:
-            if param.grad is not None:
-                present.add(id(param))
-        return present
 
     def shared(self) -> list[Sharing]:
         """Which of the matrices ranks have together; those who do come to it in one order."""

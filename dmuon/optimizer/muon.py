@@ -42,7 +42,6 @@ from dmuon.optimizer.options import (
     USUAL,
     Description,
     check_functions,
-    check_half,
     check_halves,
     check_names,
     check_options,
@@ -299,7 +298,6 @@ class Muon(torch.optim.Optimizer):
                 check_options(group)
                 for param in group["params"]:
                     check_param(param, group["use_muon"], shards=self._config is not None, flat=own)
-                check_half(group)
                 for name in [name for name in RARE if name in group and group[name] == USUAL[name]]:
                     del group[name]
                 if group.get("bf16_stochastic_round"):
@@ -307,6 +305,7 @@ class Muon(torch.optim.Optimizer):
                 super().add_param_group(as_group(group))
             if self._built:
                 names = names_in(self.param_groups, self._canonical)
+                check_halves(self.param_groups, names)
                 for ways in [group[STRATEGY] for group in self.param_groups[count:] if STRATEGY in group]:
                     require_fitting("strategy", ways_of(ways), [*names.values()])
                 self._lay_out()

@@ -100,7 +100,7 @@ def exchange_for(
     with first:  # ranks that share other matrices with this one must hear of whatever is raised
         if layouts is not None and assigned is recipe:
             layouts = state[LAYOUTS] = plan(layouts, ns, start_ns)
-            state["assignments"] = planned_owners(layouts, this_rank())
+            state["assignments"] = planned_owners(layouts)
             owners = tuple(state["assignments"].values())
         elif params:
             state["assignments"] = config.assign_fn(list(params), state)
@@ -400,21 +400,18 @@ class LayoutExchange(Exchange):
                 first, last = task.numbers[0], task.numbers[-1]
                 name += f"[{first}]" if first == last else f"[{first}…{last}]"
             owner = ranks[task.parcel.owner] if task.parcel.has_owner else None
-            row = _row(task.param, name, task.shape, "plain tensors", ranks, owner)
-            rows.append(replace(row, count=task.count, strategy=task.parcel.way))
+            lies_as, shape = _lies_as(task.param, "plain tensors"), "x".join(map(str, task.shape))
+            rows.append(Exchanged(name, shape, lies_as, listed(ranks, " "), owner, task.count, task.parcel.way))
         return rows
 
     def shared(self) -> list[Sharing]:
         """Also what one rank has whole of a stack that several hold."""
-        placed = {id(param): one for param, one in self.layouts.shared}
         sharings = []
-        for domain, members in self.domains:
+        for domain in self.layouts.domains.values():
             matrices: list[tuple[Tensor, int | None, tuple[int, int]]] = []
-            for param in members:
-                one = placed[id(param)]
-                if one.whole.ranks != domain.ranks:
-                    continue
-                for share, numbers in numbered(one.whole.layout, spec_of(param)):
+            for param, one in self.layouts.shared:
+                of_domain = numbered(one.whole.layout, spec_of(param)) if one.whole.ranks == domain.ranks else ()
+                for share, numbers in of_domain:
                     m, n = share.spread.layout.shape
                     matrices += [(param, None if is_one_matrix(param) else number, (m, n)) for number in numbers]
             if matrices:
@@ -481,14 +478,13 @@ class UserExchange(Exchange):
         return rounds
 
     def table(self) -> list[Exchanged]:
-        columns = zip(self.params, self.names, self.owners, strict=True)
-        plain = "a user's functions say"
-        return [_row(param, name, shape_of(param), plain, (), owner) for param, name, owner in columns]
+        rows = []
+        for param, name, owner in zip(self.params, self.names, self.owners, strict=True):
+            lies_as, shape = _lies_as(param, "a user's functions say"), "x".join(map(str, shape_of(param)))
+            rows.append(Exchanged(name, shape, lies_as, "", owner))
+        return rows
 
 
-def _row(
-    param: Tensor, name: str, shape: Sequence[int], plain: str, ranks: Sequence[GlobalRank], owner: GlobalRank | None
-) -> Exchanged:
-    """``plain`` says how a tensor lies that is no DTensor."""
-    lies_as = ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain
-    return Exchanged(name, "x".join(map(str, shape)), lies_as, listed(ranks, " "), owner)
+def _lies_as(param: Tensor, plain: str) -> str:
+    """``plain`` says it of a tensor that is no DTensor."""
+    return ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain

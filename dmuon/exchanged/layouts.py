@@ -411,16 +411,12 @@ def _name_in_plan(param: Tensor, label: str, number: int) -> str:
     return label if is_one_matrix(param) else f"{label}[{number}]"
 
 
-def planned_owners(layouts: Layouts, rank: GlobalRank) -> dict[int, GlobalRank]:
-    """Index to the owner; of a parameter that is several matrices, to that of the first of them.
-
-    Args:
-        rank: this one, which owns what it has alone.
-    """
+def planned_owners(layouts: Layouts) -> dict[int, GlobalRank]:
+    """Index to the owner: of what this rank has alone it is that, and of several matrices the owner of the first."""
     owners: dict[int, GlobalRank] = {}
     for index, placed in enumerate(layouts.placed):
         planned = {} if placed is None else _owners_in_plan(layouts, index, placed)
-        owners[index] = next(iter(planned.values()), rank)
+        owners[index] = next(iter(planned.values()), this_rank())
     return owners
 
 
@@ -514,10 +510,10 @@ def _tasks_of(
     return result
 
 
-def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parcel:
+def whole_parcel(placed: ParameterLayout, owner: GlobalRank) -> Parcel:
     """One matrix, or a stack as a whole, that ``owner`` gets."""
     if owner not in placed.ranks:
-        raise _not_held(placed, owner, name)
+        raise _not_held(placed, owner, "update")
     return Parcel(1, spread_over_all(placed.layout), position_in(placed.ranks, owner))
 
 

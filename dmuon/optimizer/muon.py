@@ -370,7 +370,6 @@ class Muon(torch.optim.Optimizer):
         check_scalings(self.param_groups, rounds, self._names, self._clipped)
         self._second_moments = moments_of(self.param_groups, rounds)  # by number of the group
         self._scalings = scalings_of(self.param_groups, self._second_moments)  # with those that have no state
-        self._decay_modes = [group.get("weight_decay_mode") for group in self.param_groups]
         moments = self._second_moments
         self._momentum.lay_out(residencies, self.param_groups, self._names, momentum, moments, masters, self.state)
         self._formats = [{name: group.get(name) for name in STATE_OPTIONS} for group in self.param_groups]
@@ -528,11 +527,8 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(
                         f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
                     )
-        modes = [group.get("weight_decay_mode") for group in self.param_groups]
-        if modes != self._decay_modes:
-            check_scalings(self.param_groups, self._rounds, self._names, self._clipped)
-            self._scalings = scalings_of(self.param_groups, self._second_moments)
-            self._decay_modes = modes
+        check_scalings(self.param_groups, self._rounds, self._names, self._clipped)
+        self._scalings = scalings_of(self.param_groups, self._second_moments)
 
     def _present(self, fault: Exception | None) -> set[int]:
         """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed.

@@ -131,11 +131,11 @@ def _groups_of_holders(layout: ShardLayout) -> tuple[tuple[tuple[int, ...], int,
     if len(layout.shape) != 3:
         return ()
     spans: dict[tuple[int, ...], tuple[int, int]] = {}
-    for cell in cells(layout):
-        start, stop = spans.get(cell.holders, (cell.start, cell.start))
-        if stop != cell.start or len(cell.holders) < 2:
+    for (begin, end), holders, _ in cells(layout):
+        start, stop = spans.get(holders, (begin, begin))
+        if stop != begin or len(holders) < 2:
             return ()
-        spans[cell.holders] = start, cell.stop
+        spans[holders] = start, end
     if sum(map(len, spans)) != len({position for members in spans for position in members}):
         return ()
     groups = []

@@ -198,8 +198,6 @@ def _reordered(layout: ShardLayout, order: tuple[int, ...]) -> ShardLayout:
 def place_replicated(param: Tensor, ranks: Sequence[GlobalRank]) -> ParameterLayout:
     """Copies of ``param`` on each of ``ranks``."""
     layout = layout_of(param.shape, [len(ranks)], [Replicate()])
-    if isinstance(ranks, Ranks):
-        return ParameterLayout(ranks, layout)
     return _placed(ranks, layout, f"a replicated parameter of shape {tuple(param.shape)} over ranks {list(ranks)}")
 
 

@@ -328,7 +328,7 @@ def test_stochastic_rounding_of_what_has_masters_is_refused(rank: int, world: in
     model = build().to(HALF)
     lay("1d-two-lines", model)
     with pytest.raises(
-        ValueError, match=r"parameter blocks.0.mix.weight, of which its owner has an fp32 master: leave"
+        ValueError, match=r"parameter 'blocks.0.mix.weight', of which its owner has an fp32 master: leave"
     ):
         dmuon.Muon(model, **ROUNDED)
     groups = dmuon.param_groups(model)

@@ -129,8 +129,9 @@ def exchange_for(
     said = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
     require_same_in_turn([(one.group, [said[id(p)] for p in members]) for one, members in exchanged], fault)
     domains = domains if params else []  # no other rank has any either
-    kind = LayoutExchange if by_layout else UserExchange
-    return kind(config, list(params), list(names), owners, layouts, domains, copies)
+    if by_layout and layouts is not None:
+        return LayoutExchange(config, list(params), list(names), owners, layouts, domains, copies)
+    return UserExchange(config, list(params), list(names), owners, layouts, domains, copies)
 
 
 def _domain_of_users(config: DistributedConfig, params: Sequence[Tensor], device: torch.device) -> Domain | None:

@@ -268,7 +268,7 @@ _STATE = ("time_step_rank", "ssm_state_size", "ssm_state_size")
 _SSM = ("n_groups*ssm_state_size", "n_groups*ssm_state_size", "num_heads")
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     # torch, and copies of nanoGPT
     Rule("in_proj_weight", "MultiheadAttention", blocked("embed_dim", "embed_dim", "embed_dim"), "torch."),
     Rule("c_attn.weight", "CausalSelfAttention", blocked("n_embd", "n_embd", "n_embd")),

@@ -317,9 +317,7 @@ def test_masters_that_mean_nothing_are_refused() -> None:
 def test_masters_of_flat_shards_are_refused(rank: int, world: int) -> None:
     model = FullyShardedDataParallel(build().to(HALF), use_orig_params=True, device_id=torch.device("cpu"))
     for options in (MASTERS, ROUNDED):
-        with pytest.raises(
-            ValueError, match=r"for parameter '.* use its MixedPrecision, which keeps fp32 shards"
-        ):
+        with pytest.raises(ValueError, match=r"for parameter '.* use its MixedPrecision, which keeps fp32 shards"):
             dmuon.Muon(model, **options)
 
 

@@ -203,6 +203,7 @@ def _differing(group: dist.ProcessGroup, items: Mapping[str, str], kinds: Sequen
 
 
 _Payload = TypeVar("_Payload")
+_SAME_MODEL = "build the same model with the same options on every rank"
 
 
 def require_same(
@@ -210,6 +211,7 @@ def require_same(
     error: Exception | None,
     description: list[tuple[str, str]],
     payload: _Payload | None,
+    remedy: str = _SAME_MODEL,
 ) -> list[_Payload]:
     """Raise on every rank unless all have the same description and no error; every rank's payload, in rank order."""
     digest = hashlib.sha256(repr(description).encode()).hexdigest()
@@ -218,15 +220,14 @@ def require_same(
         return [payload for _, payload in answers]
     for one in _differing(group, dict(description)):
         value, first = ("absent" if said is None else said for said in (one.value, one.first))
-        raise ValueError(
-            f"{one.name} is {value} on rank {one.rank} and {first} on rank {ranks_of(group)[0]}; build the same model "
-            "with the same options on every rank"
-        )
+        raise ValueError(f"{one.name} is {value} on rank {one.rank} and {first} on rank {ranks_of(group)[0]}; {remedy}")
     raise ValueError("the parameters come in another order on some ranks; build the same model on every rank")
 
 
 def require_same_in_turn(
-    asked: Sequence[tuple[dist.ProcessGroup, list[tuple[str, str]]]], fault: Exception | None
+    asked: Sequence[tuple[dist.ProcessGroup, list[tuple[str, str]]]],
+    fault: Exception | None,
+    remedy: str = _SAME_MODEL,
 ) -> None:
     """:func:`require_same` of a description in each of several groups, one after the other.
 
@@ -236,5 +237,5 @@ def require_same_in_turn(
     for _ in range(2):
         for group, description in asked:
             with first:
-                require_same(group, first.error, description, None)
+                require_same(group, first.error, description, None, remedy)
     first.throw()

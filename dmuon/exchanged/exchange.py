@@ -53,7 +53,6 @@ def exchange_for(
     params: Sequence[Tensor],
     names: Sequence[str],
     device: torch.device,
-    last: Exchange | None,
     ns: NsOptions,
     strategies: Mapping[int, str],
     start_ns: int,
@@ -65,7 +64,6 @@ def exchange_for(
     Args:
         copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
         device: in case that there are no parameters.
-        last: the same optimizer's before, whose process groups, and plans that still fit, are used again.
         ns: how it orthogonalizes.
         strategies: by ``id``, of those parameters that have not just owners.
         start_ns: what this rank is predicted to take for what is not exchanged.
@@ -73,8 +71,8 @@ def exchange_for(
     config = given or default_config(copies, params)
     if config is None or not (params or dist.is_initialized()):
         return None
-    state, old = config.state, None if last is None else last.known
-    state |= {"rank": this_rank(), "param_names": list(names), LAYOUTS: old}
+    state = config.state
+    state |= {"rank": this_rank(), "param_names": list(names), LAYOUTS: None}
     gathered, assigned = recipe_of(config), config.assign_fn.recipe if isinstance(config.assign_fn, ByLayout) else None
     by_layout = gathered is not None
     by_recipe = by_layout and assigned is gathered
@@ -86,7 +84,6 @@ def exchange_for(
             params,
             names,
             device=device,
-            last=old,
             among_holders=by_layout,
             strategies=strategies if by_recipe else {},
         )
@@ -102,8 +99,8 @@ def exchange_for(
     first = FirstError(refused, through=(CollectiveError,))
     with first:  # ranks that share other matrices with this one must hear of whatever is raised
         if layouts is not None and assigned is recipe:
-            layouts = state[LAYOUTS] = plan(layouts, old, ns, start_ns)
-            state["assignments"] = planned_owners(layouts, this_rank())
+            layouts = state[LAYOUTS] = plan(layouts, ns, start_ns)
+            state["assignments"] = planned_owners(layouts)
             owners = tuple(state["assignments"].values())
         elif params:
             state["assignments"] = config.assign_fn(list(params), state)
@@ -120,7 +117,7 @@ def exchange_for(
             fault = fault or owner_fault(layouts, owners)
         domains = [(domain, layouts.members(domain)) for domain in layouts.domains.values()]
         exchanged = [(domain, layouts.exchanged(domain)) for domain in layouts.domains.values()]
-    elif (domain := _domain_of_users(config, params, device, last)) is not None:
+    elif (domain := _domain_of_users(config, params, device)) is not None:
         domains = exchanged = [(domain, list(params))]
         stranger = next((i for i, owner in enumerate(owners) if owner not in domain.ranks), None)
         if stranger is not None and fault is None:
@@ -132,26 +129,19 @@ def exchange_for(
     said = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
     require_same_in_turn([(one.group, [said[id(p)] for p in members]) for one, members in exchanged], fault)
     domains = domains if params else []  # no other rank has any either
-    known = layouts or state[LAYOUTS]
     if by_layout and layouts is not None:
-        return LayoutExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
-    return UserExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
+        return LayoutExchange(config, list(params), list(names), owners, layouts, domains, copies)
+    return UserExchange(config, list(params), list(names), owners, layouts, domains, copies)
 
 
-def _domain_of_users(
-    config: DistributedConfig, params: Sequence[Tensor], device: torch.device, last: Exchange | None
-) -> Domain | None:
+def _domain_of_users(config: DistributedConfig, params: Sequence[Tensor], device: torch.device) -> Domain | None:
     """The ranks of a user's functions; None if they are others, and this one has no parameters."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = config.state.get("process_group") or dist.group.WORLD
     if not params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
         return None
-    ranks = ranks_of(group)
-    where = local_tensor(params[0]).device if params else device  # which changes when a model is moved
-    opened = [] if last is None else [domain for domain, _ in last.domains]
-    same = (domain for domain in opened if (domain.ranks, domain.device) == (tuple(sorted(ranks)), where))
-    return next(same, None) or make_domain(ranks, where)
+    return make_domain(ranks_of(group), local_tensor(params[0]).device if params else device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +189,6 @@ class Exchange(Residency):
         owners: by number of the parameter.
         layouts: where the parameters lie; None where only a user's functions know.
         domains: ranks that share parameters with this one, and which.
-        known: what generated functions know of the parameters, whose groups the next assignment uses again.
         copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
         edited: momentum of this rank was changed since its last step: what others keep of it is gathered again.
         keeps_momentum: this rank keeps momentum of matrices of which state shows a part.
@@ -211,7 +200,6 @@ class Exchange(Residency):
     owners: tuple[GlobalRank, ...]
     layouts: Layouts | None
     domains: list[tuple[Domain, list[Tensor]]]
-    known: Layouts | None
     copies: Mapping[int, dist.ProcessGroup]
 
     def __post_init__(self) -> None:
@@ -400,7 +388,7 @@ class LayoutExchange(Exchange):
                 if isinstance(round_, FullReplicationRound):
                     ballots[id(round_.domain)].keeping.append(round_)
                     self.keeps_momentum = True
-                if round_.exchanged:  # the first vote compares it
+                if isinstance(round_, ExchangedRound):  # the first vote compares it
                     round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.config.prefetch_count}")
         return rounds
 
@@ -413,21 +401,18 @@ class LayoutExchange(Exchange):
                 first, last = task.numbers[0], task.numbers[-1]
                 name += f"[{first}]" if first == last else f"[{first}…{last}]"
             owner = ranks[task.parcel.owner] if task.parcel.has_owner else None
-            row = _row(task.param, name, task.shape, "plain tensors", ranks, owner)
-            rows.append(replace(row, count=task.count, strategy=task.parcel.way))
+            lies_as, shape = _lies_as(task.param, "plain tensors"), "x".join(map(str, task.shape))
+            rows.append(Exchanged(name, shape, lies_as, listed(ranks, " "), owner, task.count, task.parcel.way))
         return rows
 
     def shared(self) -> list[Sharing]:
         """Also what one rank has whole of a stack that several hold."""
-        placed = {id(param): one for param, one in self.layouts.shared}
         sharings = []
-        for domain, members in self.domains:
+        for domain in self.layouts.domains.values():
             matrices: list[tuple[Tensor, int | None, tuple[int, int]]] = []
-            for param in members:
-                one = placed[id(param)]
-                if one.whole.ranks != domain.ranks:
-                    continue
-                for share, numbers in numbered(one.whole.layout, spec_of(param)):
+            for param, one in self.layouts.shared:
+                of_domain = numbered(one.whole.layout, spec_of(param)) if one.whole.ranks == domain.ranks else ()
+                for share, numbers in of_domain:
                     m, n = share.spread.layout.shape
                     matrices += [(param, None if is_one_matrix(param) else number, (m, n)) for number in numbers]
             if matrices:
@@ -494,14 +479,13 @@ class UserExchange(Exchange):
         return rounds
 
     def table(self) -> list[Exchanged]:
-        columns = zip(self.params, self.names, self.owners, strict=True)
-        plain = "a user's functions say"
-        return [_row(param, name, shape_of(param), plain, (), owner) for param, name, owner in columns]
+        rows = []
+        for param, name, owner in zip(self.params, self.names, self.owners, strict=True):
+            lies_as, shape = _lies_as(param, "a user's functions say"), "x".join(map(str, shape_of(param)))
+            rows.append(Exchanged(name, shape, lies_as, "", owner))
+        return rows
 
 
-def _row(
-    param: Tensor, name: str, shape: Sequence[int], plain: str, ranks: Sequence[GlobalRank], owner: GlobalRank | None
-) -> Exchanged:
-    """``plain`` says how a tensor lies that is no DTensor."""
-    lies_as = ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain
-    return Exchanged(name, "x".join(map(str, shape)), lies_as, listed(ranks, " "), owner)
+def _lies_as(param: Tensor, plain: str) -> str:
+    """``plain`` says it of a tensor that is no DTensor."""
+    return ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain

@@ -282,8 +282,8 @@ class AssignByLayout(ByLayout):
             names = [str(i) for i in range(len(params))]
         last: Layouts | None = state.get(LAYOUTS)
         among_holders = last is not None and last.among_holders
-        state[LAYOUTS] = plan(lay_out(self.recipe, params, names, last=last, among_holders=among_holders), last)
-        return planned_owners(state[LAYOUTS], this_rank())
+        state[LAYOUTS] = plan(lay_out(self.recipe, params, names, among_holders=among_holders))
+        return planned_owners(state[LAYOUTS])
 
 
 class GatherByLayout(ByLayout):
@@ -301,7 +301,7 @@ class GatherByLayout(ByLayout):
         local = local_tensor(update).detach()
         found = _under_way(state)
         if found is None:
-            state[_SINGLE] = lay_out(self.recipe, [update], ["update"], last=state.get(_SINGLE))
+            state[_SINGLE] = lay_out(self.recipe, [update], ["update"])
             found = state[_SINGLE], 0
         layouts, index = found
         expected = local_tensor(layouts.params[index]).shape
@@ -314,7 +314,7 @@ class GatherByLayout(ByLayout):
         if placed is None:
             return local
         placed = placed.whole
-        parcel = whole_parcel(placed, dst_rank, "update")
+        parcel = whole_parcel(placed, dst_rank)
         domain, what = layouts.domains[placed.ranks], "gather of one matrix"
         part = local.reshape(1, *parcel.spread.pieces[domain.position].shape)  # of a flat piece, one row
         wholes = redistribute_all([parcel.to_owner], {0: part}, domain, local, what)
@@ -339,7 +339,7 @@ class RedistributeByLayout(ByLayout):
             assert update is not None
             return update
         placed = placed.whole
-        parcel = whole_parcel(placed, src_rank, "update")
+        parcel = whole_parcel(placed, src_rank)
         domain, what = layouts.domains[placed.ranks], "scatter of one matrix"
         connect_copies(domain, [parcel.spread])
         held = {} if update is None else {0: update[None]}

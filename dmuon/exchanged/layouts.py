@@ -62,7 +62,6 @@ class Layouts:
         labels: the same on all ranks that share a parameter, where ``names`` may differ.
         placed: where each parameter lies; None for one that this rank has alone.
         domains: by their ranks, those that share parameters with this one; in one order on all ranks.
-        whole: all ranks of the recipe's grid, some of which may share nothing; None without a grid of several ranks.
         among_holders: ranks that hold the same matrices of a stack exchange these among themselves.
         plans: who is to own what, by the ranks that share it; empty before they have planned.
         strategies: how the matrices of each parameter are orthogonalized that several ranks hold; none is ``"auto"``,
@@ -78,7 +77,6 @@ class Layouts:
     labels: tuple[str, ...]
     placed: tuple[ParameterLayout | None, ...]
     domains: Mapping[Ranks, Domain]
-    whole: Domain | None
     among_holders: bool = False
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
     strategies: tuple[str, ...] = ()
@@ -106,7 +104,6 @@ def lay_out(
     names: Sequence[str],
     *,
     device: torch.device | None = None,
-    last: Layouts | None = None,
     among_holders: bool = False,
     strategies: Mapping[int, str] = MappingProxyType({}),
 ) -> Layouts:
@@ -116,7 +113,6 @@ def lay_out(
 
     Args:
         device: of the ranks' communication if there are no parameters.
-        last: of the same optimizer before; its process groups are used again.
         among_holders: the matrices of a stack are exchanged by the ranks that hold them, where these are some of those
             that share the stack.
         strategies: by ``id``, of those parameters that have not just owners.
@@ -134,10 +130,8 @@ def lay_out(
     elif len(recipe.grid.ranks) == 1:
         placed, _ = place(params, names, recipe.grid, this_rank(), recipe.shard_dims)  # of one rank nothing is cut
     else:
-        whole = None if last is None else last.whole
-        if whole is None or whole.ranks != tuple(sorted(recipe.grid.ranks)):
-            # Before any rank can find a fault, which it then tells the others.
-            whole = make_domain(recipe.grid.ranks, device or torch.device("cpu"))
+        # Before any rank can find a fault, which it then tells the others.
+        whole = make_domain(recipe.grid.ranks, device or torch.device("cpu"))
         placed = _placed_on_grid(recipe, recipe.grid, whole, params, names)
     placed = [None if one is None or len(one.ranks) == 1 else one for one in placed]
     among_holders = among_holders and not (dist.is_initialized() and default_group_is_bound())
@@ -147,15 +141,13 @@ def lay_out(
             for param, one in zip(params, placed, strict=True)
         ]
 
-    open_domains = {} if last is None else dict(last.domains)
-    if whole is not None:
-        open_domains[whole.ranks] = whole
     domains: dict[Ranks, Domain] = {}
     labels = list(names)
     asked: list[tuple[dist.ProcessGroup, list[tuple[str, str]]]] = []
     for ranks in sorted({one.whole.ranks for one in placed if one is not None}):
         members = [(i, one.whole) for i, one in enumerate(placed) if one is not None and one.whole.ranks == ranks]
-        domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[members[0][0]]).device)
+        is_whole = whole is not None and whole.ranks == ranks
+        domains[ranks] = whole if is_whole else make_domain(ranks, local_tensor(params[members[0][0]]).device)
         for number, (i, _) in enumerate(members):
             if " " in names[i]:  # of no module: groups differ between ranks, its number among the shared does not
                 labels[i] = f"{number} of those that ranks {listed(ranks, ' ')} hold together"
@@ -165,7 +157,7 @@ def lay_out(
     # Only now: a rank that has another layout would not come. What is alike as a whole is alike in its parts.
     for ranks in sorted({one.ranks for one in placed if one is not None and one.is_part} - domains.keys()):
         member = next(i for i, one in enumerate(placed) if one is not None and one.ranks == ranks)
-        domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[member]).device)
+        domains[ranks] = make_domain(ranks, local_tensor(params[member]).device)
     domains = dict(sorted(domains.items()))
     return Layouts(
         recipe,
@@ -174,7 +166,6 @@ def lay_out(
         tuple(labels),
         tuple(placed),
         domains,
-        whole,
         among_holders,
         strategies=tuple(strategies.get(id(param), "owner") for param in params),
     )
@@ -212,7 +203,8 @@ def _placed_on_grid(
 ) -> list[ParameterLayout | None]:
     """Where the parameters lie in ``grid``. All ranks of it go on from here, or raise.
 
-    They agree twice, whatever each of them finds: on the shapes of plain parameters that are cut, and on who shares.
+    Each tells the others once, whatever it finds, what of its plain parameters is cut, and with whom it shares any. In
+    that all of them find the same faults.
     """
     placed: list[ParameterLayout | None] = []
     cut: dict[int, Cuts] = {}
@@ -221,29 +213,19 @@ def _placed_on_grid(
         placed, cut = place(params, names, grid, this_rank(), recipe.shard_dims)
     except Exception as error:  # whatever a user's shard_dims raises
         fault = error
-    told = agree(whole.group, fault, [(names[i], tuple(params[i].shape)) for i in cut])
-    try:
-        shapes = [told[whole.ranks.index(rank)] for rank in grid.ranks]
-        for i, layout in place_shards(cut, shapes, grid, this_rank()).items():
-            placed[i] = layout
-    except ValueError as error:
-        fault = error
-    shared = {one.ranks for one in placed if one is not None and len(one.ranks) > 1}
-    _require_shared_alike(whole.ranks, agree(whole.group, fault, shared))
-    return placed
-
-
-def _require_shared_alike(ranks: Ranks, shared: Sequence[set[Ranks]]) -> None:
-    """Raise on all ranks of a grid if one of them waits for another that does not know of it."""
-    of_rank = dict(zip(ranks, shared, strict=True))
-    for rank, lines in of_rank.items():
+    said = [(names[i], dims, tuple(params[i].shape)) for i, dims in cut.items()], {one.ranks for one in placed if one}
+    told = dict(zip(whole.ranks, agree(whole.group, fault, said), strict=True))
+    for i, layout in place_shards(cut, [told[rank][0] for rank in grid.ranks], grid, this_rank()).items():
+        placed[i] = layout
+    for rank, (_, lines) in told.items():  # does one of them wait for another that does not know of it?
         for line in sorted(lines):
-            other = next((other for other in line if line not in of_rank.get(other, ())), None)
+            other = next((other for other in line if line not in (told[other][1] if other in told else ())), None)
             if other is not None:
                 raise ValueError(
                     f"rank {rank} holds parameters together with ranks {list(line)}, and rank {other} holds none with "
                     "exactly these; give all of them the same parameters, laid out alike, and the same shard_dims"
                 )
+    return placed
 
 
 def _described(label: str, param: Tensor, placed: ParameterLayout, strategy: str | None) -> tuple[str, str]:
@@ -266,14 +248,12 @@ def _described_pieces(layout: ShardLayout) -> str:
 # -- who owns what --------------------------------------------------------------------------------------------------
 
 
-def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = None, start_ns: int = 0) -> Layouts:
+def plan(layouts: Layouts, ns: NsOptions | None = None, start_ns: int = 0) -> Layouts:
     """``layouts`` with plans of who owns what. Collective over the ranks that share parameters.
 
     Domains of few ranks are planned first: those of many level what these leave uneven.
 
     Args:
-        last: of the same optimizer before. Ranks that share the same matrices as then keep their plan: they agree on
-            the matrices, and so on this as well.
         ns: the Newton–Schulz run that costs are of; None: the default one.
         start_ns: what this rank is predicted to take for what is not exchanged.
     """
@@ -285,14 +265,6 @@ def plan(layouts: Layouts, last: Layouts | None = None, ns: NsOptions | None = N
     for ranks, domain in sorted(layouts.domains.items(), key=lambda item: (len(item[0]), item[0])):
         matrices, pools = shared_matrices(layouts, ranks)
         if not matrices:
-            continue
-        old = last.plans.get(ranks) if last is not None and last.recipe.options == options else None
-        if last is not None and old is not None and old.matrices == tuple(matrices):
-            _log.debug("ranks %s share the same matrices as before, and keep their plan", ranks)
-            plans[ranks] = old
-            choices |= {m.name: last.choices[m.name] for m in matrices if m.name in last.choices}
-            rankings |= {ranks: last.rankings[ranks]} if ranks in last.rankings else {}
-            start_ns += _predicted_ns(matrices, choices, old, domain.position)
             continue
         with first:  # the ranks of the next domains wait for this one
             per_byte = ns_per_byte(domain, options.costs)
@@ -439,16 +411,12 @@ def _name_in_plan(param: Tensor, label: str, number: int) -> str:
     return label if is_one_matrix(param) else f"{label}[{number}]"
 
 
-def planned_owners(layouts: Layouts, rank: GlobalRank) -> dict[int, GlobalRank]:
-    """Index to the owner; of a parameter that is several matrices, to that of the first of them.
-
-    Args:
-        rank: this one, which owns what it has alone.
-    """
+def planned_owners(layouts: Layouts) -> dict[int, GlobalRank]:
+    """Index to the owner: of what this rank has alone it is that, and of several matrices the owner of the first."""
     owners: dict[int, GlobalRank] = {}
     for index, placed in enumerate(layouts.placed):
         planned = {} if placed is None else _owners_in_plan(layouts, index, placed)
-        owners[index] = next(iter(planned.values()), rank)
+        owners[index] = next(iter(planned.values()), this_rank())
     return owners
 
 
@@ -542,10 +510,10 @@ def _tasks_of(
     return result
 
 
-def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parcel:
+def whole_parcel(placed: ParameterLayout, owner: GlobalRank) -> Parcel:
     """One matrix, or a stack as a whole, that ``owner`` gets."""
     if owner not in placed.ranks:
-        raise _not_held(placed, owner, name)
+        raise _not_held(placed, owner, "update")
     return Parcel(1, spread_over_all(placed.layout), position_in(placed.ranks, owner))
 
 

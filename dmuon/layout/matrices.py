@@ -412,18 +412,18 @@ def shares(layout: ShardLayout, spec: MatrixSpec) -> tuple[Share, ...]:
     stacked = _stacked(layout, spec)
     axis = spec.dim - 1
     result = []
-    for cell in cells(stacked):
+    for (begin, end), holders, layout in cells(stacked):
         for part, runs in enumerate(spec.runs(stacked.shape[spec.dim])):
-            cut = [within(piece.runs[axis], runs) for piece in cell.layout.pieces]
+            cut = [within(piece.runs[axis], runs) for piece in layout.pieces]
             pieces = tuple(
                 Piece((*piece.runs[:axis], of_part, *piece.runs[axis + 1 :]))
-                for piece, (of_part, _) in zip(cell.layout.pieces, cut, strict=True)
+                for piece, (of_part, _) in zip(layout.pieces, cut, strict=True)
             )
-            shape = list(cell.layout.shape)
+            shape = list(layout.shape)
             shape[axis] = sum(stop - start for start, stop in runs)
-            of_matrix = ShardLayout(tuple(shape), pieces, cell.layout.replicas)
-            local = {holder: runs for holder, (_, runs) in zip(cell.holders, cut, strict=True)}
-            result.append(Share(part, cell.start, cell.stop, Spread(of_matrix, cell.holders), local))
+            of_matrix = ShardLayout(tuple(shape), pieces, layout.replicas)
+            local = {holder: runs for holder, (_, runs) in zip(holders, cut, strict=True)}
+            result.append(Share(part, begin, end, Spread(of_matrix, holders), local))
     return tuple(result)
 
 

@@ -131,11 +131,11 @@ def _groups_of_holders(layout: ShardLayout) -> tuple[tuple[tuple[int, ...], int,
     if len(layout.shape) != 3:
         return ()
     spans: dict[tuple[int, ...], tuple[int, int]] = {}
-    for cell in cells(layout):
-        start, stop = spans.get(cell.holders, (cell.start, cell.start))
-        if stop != cell.start or len(cell.holders) < 2:
+    for (begin, end), holders, _ in cells(layout):
+        start, stop = spans.get(holders, (begin, begin))
+        if stop != begin or len(holders) < 2:
             return ()
-        spans[cell.holders] = start, cell.stop
+        spans[holders] = start, end
     if sum(map(len, spans)) != len({position for members in spans for position in members}):
         return ()
     groups = []
@@ -198,8 +198,6 @@ def _reordered(layout: ShardLayout, order: tuple[int, ...]) -> ShardLayout:
 def place_replicated(param: Tensor, ranks: Sequence[GlobalRank]) -> ParameterLayout:
     """Copies of ``param`` on each of ``ranks``."""
     layout = layout_of(param.shape, [len(ranks)], [Replicate()])
-    if isinstance(ranks, Ranks):
-        return ParameterLayout(ranks, layout)
     return _placed(ranks, layout, f"a replicated parameter of shape {tuple(param.shape)} over ranks {list(ranks)}")
 
 
@@ -304,14 +302,17 @@ def _dims(param: Tensor, name: str, grid: RankGrid, shard_dims: ShardDims) -> Cu
 
 
 def place_shards(
-    cut: Mapping[int, Cuts], shapes: Sequence[Sequence[tuple[str, tuple[int, ...]]]], grid: RankGrid, rank: GlobalRank
+    cut: Mapping[int, Cuts],
+    told: Sequence[Sequence[tuple[str, Cuts, tuple[int, ...]]]],
+    grid: RankGrid,
+    rank: GlobalRank,
 ) -> dict[int, ParameterLayout]:
     """By index, where the plain parameters lie that :func:`place` has found to be cut. All ranks raise the same faults.
 
     Args:
-        shapes: of each of ``grid.ranks``, in their order, the names and local shapes of what is cut there.
+        told: of each of ``grid.ranks``, in their order, names, cuts and local shapes of what is cut there.
     """
-    names = [[name for name, _ in of_rank] for of_rank in shapes]
+    names = [[(name, dims) for name, dims, _ in of_rank] for of_rank in told]
     for other, of_rank in zip(grid.ranks, names, strict=True):
         if of_rank != names[0]:
             raise ValueError(
@@ -320,12 +321,12 @@ def place_shards(
             )
     found: dict[int, ParameterLayout] = {}
     for number, (index, dims) in enumerate(cut.items()):
-        shape_of = {holder: of_rank[number][1] for holder, of_rank in zip(grid.ranks, shapes, strict=True)}
+        shape_of = {holder: of_rank[number][2] for holder, of_rank in zip(grid.ranks, told, strict=True)}
         sizes = [grid.sizes[i] for i in dims]
         apart = [i for i in range(len(grid.sizes)) if i not in dims]
         for first in grid.line(rank, apart):  # other ranks' parameters as well, so that all ranks raise the same faults
             line = grid.line(first, dims)
-            about = f"parameter {names[0][number]!r} is a plain tensor over ranks {list(line)}"
+            about = f"parameter {names[0][number][0]!r} is a plain tensor over ranks {list(line)}"
             try:
                 layout = layout_from_shapes([shape_of[holder] for holder in line], sizes, list(dims.values()))
             except ValueError as fault:

@@ -92,21 +92,6 @@ class ShardLayout:
         return self._hash
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """Matrices ``[start, stop)`` of a stack, which the same ranks hold in the same way.
-
-    Attributes:
-        holders: ascending positions in the layout of the stack.
-        layout: of one of the matrices; pieces by position in ``holders``.
-    """
-
-    start: int
-    stop: int
-    holders: tuple[Position, ...]
-    layout: ShardLayout
-
-
 def layout_of(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement]) -> ShardLayout:
     """The layout of a DTensor of global ``shape`` over a mesh of extents ``sizes``.
 
@@ -156,10 +141,14 @@ def flat_piece(runs: Runs) -> Piece:
     return Piece((((0, 1),), runs))
 
 
+Cell = tuple[Run, tuple[Position, ...], ShardLayout]  # of a stack: matrices, who holds them alike, layout of one
+
+
 def cells(layout: ShardLayout) -> list[Cell]:
     """The runs of matrices of a stack ``(E, m, n)`` that have equal holders, in ascending order.
 
-    A rank whose share of the rows or columns is empty holds the matrices that it has a share of, all the same.
+    Holders are ascending positions, by which the layout of one matrix has its pieces. A rank whose share of the rows
+    or columns is empty holds the matrices that it has a share of, all the same.
     """
     if len(layout.shape) != 3:
         raise ValueError(f"a stack of matrices has 3 dimensions, the layout is of a tensor of shape {layout.shape}")
@@ -178,7 +167,7 @@ def cells(layout: ShardLayout) -> list[Cell]:
         replicas = tuple(layout.replicas[i] for i in of_cell)  # all of them: every copy has every matrix
         if (pieces, replicas) not in layouts:
             layouts[pieces, replicas] = ShardLayout(layout.shape[1:], pieces, replicas)
-        of_stack.append(Cell(start, stop, of_cell, layouts[pieces, replicas]))
+        of_stack.append(((start, stop), of_cell, layouts[pieces, replicas]))
     return of_stack
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn as nn
 
@@ -19,19 +17,18 @@ class Unknown(Exception):
     """The attributes of a module do not say how its tensor is made."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """The layout of one parameter of some classes.
+class Rule(NamedTuple):
+    """The layout of some parameters of some classes; blanks stand between paths, and between classes.
 
     Attributes:
-        path: the parameter, from the class: ``qkv.weight``; ``#`` stands for a number, as elements of lists have.
-        classes: names of classes, where ``*`` stands for anything. Conventions with ``*`` hold in ``package``s alone.
-        layout: what it is made of.
+        paths: of the parameters, from the class: ``qkv.weight``; ``#`` stands for a number, as elements of lists have.
+        classes: their names, where ``*`` stands for anything. Conventions with ``*`` hold in ``package``s alone.
+        layout: what they are made of.
         package: where the classes must come from; anywhere if empty.
     """
 
-    path: str
-    classes: tuple[str, ...]
+    paths: str
+    classes: str
     layout: Layout
     package: str = ""
 
@@ -102,7 +99,7 @@ def first_or(*lengths: str) -> Layout:
 
 
 def per_head(*lengths: str, heads: str = "") -> Layout:
-    """Parts of these lengths in each head, head behind head."""
+    """Parts of these lengths in each head, head behind head; ``"1"`` of each are rows by turns."""
 
     def layout(owner: nn.Module, rows: int) -> MatrixSpec:
         parts = tuple(size(owner, length) for length in lengths)
@@ -118,11 +115,6 @@ def groups(count: str) -> Layout:
         return MatrixSpec(num_heads=size(owner, count))
 
     return layout
-
-
-def in_turn(count: int) -> Layout:
-    """Rows of ``count`` matrices by turns."""
-    return lambda owner, rows: _repeated((1,) * count, rows, None)
 
 
 def equal_if(attribute: str, value: object, count: int, otherwise: int = 1) -> Layout:
@@ -276,178 +268,173 @@ _STATE = ("time_step_rank", "ssm_state_size", "ssm_state_size")
 _SSM = ("n_groups*ssm_state_size", "n_groups*ssm_state_size", "num_heads")
 
 
-def _rule(paths: str, classes: str, layout: Layout, package: str = "") -> list[Rule]:
-    """Rules alike for each of the paths; blanks stand between these, and between classes."""
-    return [Rule(path, tuple(classes.split()), layout, package) for path in paths.split()]
-
-
-_TABLE = (
+RULES: tuple[Rule, ...] = (
     # torch, and copies of nanoGPT
-    _rule("in_proj_weight", "MultiheadAttention", blocked("embed_dim", "embed_dim", "embed_dim"), "torch."),
-    _rule("c_attn.weight", "CausalSelfAttention", blocked("n_embd", "n_embd", "n_embd")),
+    Rule("in_proj_weight", "MultiheadAttention", blocked("embed_dim", "embed_dim", "embed_dim"), "torch."),
+    Rule("c_attn.weight", "CausalSelfAttention", blocked("n_embd", "n_embd", "n_embd")),
     # queries, keys and values, one behind the other
-    _rule("c_attn.weight", "GPT2Attention DecisionTransformerGPT2Attention ImageGPTAttention", _queries_keys_values),
-    _rule("c_attn.weight", "Attention", equal(3), "transformers.models.openai."),
-    _rule("att_proj.weight", "BarkSelfAttention", equal(3)),
-    _rule("Wqkv.weight", "ModernBertAttention MptAttention", equal(3)),
-    _rule("Wqkv.weight", "DbrxAttention", blocked("hidden_size", *_KEYS_VALUES)),
-    _rule(
+    Rule("c_attn.weight", "GPT2Attention DecisionTransformerGPT2Attention ImageGPTAttention", _queries_keys_values),
+    Rule("c_attn.weight", "Attention", equal(3), "transformers.models.openai."),
+    Rule("att_proj.weight", "BarkSelfAttention", equal(3)),
+    Rule("Wqkv.weight", "ModernBertAttention MptAttention", equal(3)),
+    Rule("Wqkv.weight", "DbrxAttention", blocked("hidden_size", *_KEYS_VALUES)),
+    Rule(
         "qkv_proj.weight", "Phi3Attention Phi4MultimodalAttention",
         blocked("num_attention_heads|num_heads*head_dim", *_KEYS_VALUES),
     ),
-    _rule("qkv.weight", "Exaone4_5_VisionAttention", blocked("q_dim", "kv_dim", "kv_dim")),
-    _rule("qkv.weight", "*Attention", equal(3), _HF),
-    _rule("qkv_linear.weight", "LayoutLMv2SelfAttention", equal(3)),
-    _rule("qkv.weight", "ShiftedWindowAttention ShiftedWindowAttentionV2 ShiftedWindowAttention3d", equal(3)),
-    _rule("to_qkv.weight", "RelativePositionalMultiHeadAttention", equal(3)),
-    _rule(
+    Rule("qkv.weight", "Exaone4_5_VisionAttention", blocked("q_dim", "kv_dim", "kv_dim")),
+    Rule("qkv.weight", "*Attention", equal(3), _HF),
+    Rule("qkv_linear.weight", "LayoutLMv2SelfAttention", equal(3)),
+    Rule("qkv.weight", "ShiftedWindowAttention ShiftedWindowAttentionV2 ShiftedWindowAttention3d", equal(3)),
+    Rule("to_qkv.weight", "RelativePositionalMultiHeadAttention", equal(3)),
+    Rule(
         "qkv_proj.convolution.weight", "MobileViTV2LinearSelfAttention", blocked("1", "embed_dim", "embed_dim"), _HF
     ),
-    _rule("qkv_opreact.weight", "xLSTM*", blocked("qk_dim", "qk_dim", "v_dim", "v_dim"), _HF),
-    _rule("ifgate_preact.weight", "xLSTM*", equal(2), _HF),
-    _rule(
+    Rule("qkv_opreact.weight", "xLSTM*", blocked("qk_dim", "qk_dim", "v_dim", "v_dim"), _HF),
+    Rule("ifgate_preact.weight", "xLSTM*", equal(2), _HF),
+    Rule(
         "index_qk_proj.weight", "*Indexer",
         blocked("index_n_heads*index_head_dim", "index_kv_heads*index_head_dim"), _HF,
     ),
-    _rule("dense.weight", "*GlobalPointer", equal(2), _HF),
+    Rule("dense.weight", "*GlobalPointer", equal(2), _HF),
     # the same in each head
-    _rule("query_key_value.weight", "GPTNeoXAttention GPTNeoXJapaneseAttention", per_head(*("head_size",) * 3)),
-    _rule("query_key_value.weight", "BloomAttention PersimmonAttention", per_head(*_HEAD, heads="num_heads")),
-    _rule("query_key_value.weight", "FalconAttention", _falcon),
-    _rule("c_attn.weight", "GPTBigCodeAttention", _gpt_bigcode),
-    _rule("qkv_proj.weight", "CodeGenAttention", _codegen),
-    _rule("qkv_proj.weight", "MiniMaxLightningAttention", per_head(*_HEAD, heads="num_attention_heads")),
-    _rule(
+    Rule("query_key_value.weight", "GPTNeoXAttention GPTNeoXJapaneseAttention", per_head(*("head_size",) * 3)),
+    Rule("query_key_value.weight", "BloomAttention PersimmonAttention", per_head(*_HEAD, heads="num_heads")),
+    Rule("query_key_value.weight", "FalconAttention", _falcon),
+    Rule("c_attn.weight", "GPTBigCodeAttention", _gpt_bigcode),
+    Rule("qkv_proj.weight", "CodeGenAttention", _codegen),
+    Rule("qkv_proj.weight", "MiniMaxLightningAttention", per_head(*_HEAD, heads="num_attention_heads")),
+    Rule(
         "in_proj.weight", "DisentangledSelfAttention",
         per_head(*("attention_head_size",) * 3, heads="num_attention_heads"),
     ),
-    _rule("proj.weight", "EsmFoldSelfAttention", per_head(*("head_width",) * 3, heads="num_heads")),
-    _rule("linear_kv.weight", "EsmFoldInvariantPointAttention", per_head("hidden_dim", "hidden_dim")),
-    _rule(
+    Rule("proj.weight", "EsmFoldSelfAttention", per_head(*("head_width",) * 3, heads="num_heads")),
+    Rule("linear_kv.weight", "EsmFoldInvariantPointAttention", per_head("hidden_dim", "hidden_dim")),
+    Rule(
         "linear_kv_points.weight", "EsmFoldInvariantPointAttention",
         per_head("num_qk_points", "num_v_points", heads="3*num_heads"),  # of each coordinate
     ),
-    _rule(
+    Rule(
         "queries_keys_values.linear.weight", "LevitAttention",
         per_head("key_dim", "key_dim", "attention_ratio*key_dim"),
     ),
-    _rule("keys_values.linear.weight", "LevitAttentionSubsample", per_head("key_dim", "attention_ratio*key_dim")),
-    _rule("wqkv.weight", "FusedQKVLinear", per_head("heads_per_kv*head_dim", "head_dim", "head_dim")),
+    Rule("keys_values.linear.weight", "LevitAttentionSubsample", per_head("key_dim", "attention_ratio*key_dim")),
+    Rule("wqkv.weight", "FusedQKVLinear", per_head("heads_per_kv*head_dim", "head_dim", "head_dim")),
     # queries beside their gates
-    _rule(
+    Rule(
         "q_proj.weight", "Qwen3NextAttention Qwen3_5*Attention Qwen4ExpTextAttention",
         per_head("head_dim", "head_dim", heads="num_attention_heads"),
     ),
-    _rule("q_gate_proj.weight", "AXK2Attention", per_head("qk_head_dim", "v_head_dim", heads="num_heads")),
+    Rule("q_gate_proj.weight", "AXK2Attention", per_head("qk_head_dim", "v_head_dim", heads="num_heads")),
     # keys and values
-    _rule("kv_a_proj_with_mqa.weight wkv_a.weight", "*", first_or("kv_lora_rank", "qk_rope_head_dim")),
-    _rule("kv_b_proj.weight", "*", per_head("qk_nope_head_dim", "v_head_dim", heads="num_heads|num_attention_heads")),
-    _rule("wkv_b.weight", "*", per_head("qk_nope_head_dim", "v_head_dim", heads="num_heads|n_heads|n_local_heads")),
-    _rule("kv_proj.weight", "JetMoeAttention", equal(2)),
-    _rule("to_kv.weight", "GraniteSpeech*Attention EvollaSequenceCompressorAttention", equal(2), _HF),
-    _rule("kv_proj.weight gate_proj.weight", "DeepseekV4*Indexer DeepseekV4*Compressor", _WINDOWS, _HF),
-    _rule("kv_proj.weight", "DeepseekV4Attention", whole),
+    Rule("kv_a_proj_with_mqa.weight wkv_a.weight", "*", first_or("kv_lora_rank", "qk_rope_head_dim")),
+    Rule("kv_b_proj.weight", "*", per_head("qk_nope_head_dim", "v_head_dim", heads="num_heads|num_attention_heads")),
+    Rule("wkv_b.weight", "*", per_head("qk_nope_head_dim", "v_head_dim", heads="num_heads|n_heads|n_local_heads")),
+    Rule("kv_proj.weight", "JetMoeAttention", equal(2)),
+    Rule("to_kv.weight", "GraniteSpeech*Attention EvollaSequenceCompressorAttention", equal(2), _HF),
+    Rule("kv_proj.weight gate_proj.weight", "DeepseekV4*Indexer DeepseekV4*Compressor", _WINDOWS, _HF),
+    Rule("kv_proj.weight", "DeepseekV4Attention", whole),
     # gates beside what they gate
-    _rule("gate_up_proj.weight", "*", equal(2), _HF),
-    _rule("Wi.weight", "ModernBert*MLP", equal(2), _HF),
-    _rule("fc1.weight", "Moonshine*DecoderMLP MoshiGatingMLP KyutaiSpeechToTextGatingMLP", equal(2), _HF),
-    _rule("input_linear.weight", "GraniteMoe*MLP GraniteMoe*MoE JetMoeMoE", equal(2), _HF),
-    _rule("weights_in.weight", "*SwiGLUFFN", equal(2), _HF),
-    _rule("proj_up_gate_z.weight", "xLSTM*", equal(2), _HF),
-    _rule("linear_1.weight", "AyaVisionMultiModalProjector Cohere2VisionMultiModalProjector", equal(2)),
-    _rule("proj.weight", "ClvpGatedLinearUnit EsmFoldSequenceToPair", equal(2)),
-    _rule("gate.weight", "DFineGate Deimv2Gate", equal(2)),
-    _rule("input_proj.weight", "EsmFold2OuterProductMean", equal(2)),
-    _rule("proj_bundle.weight", "EsmFold2TriangleMultiplicativeUpdate", equal(4)),
-    _rule("projection_in.weight", "FocalNetModulation", _focal),
+    Rule("gate_up_proj.weight", "*", equal(2), _HF),
+    Rule("Wi.weight", "ModernBert*MLP", equal(2), _HF),
+    Rule("fc1.weight", "Moonshine*DecoderMLP MoshiGatingMLP KyutaiSpeechToTextGatingMLP", equal(2), _HF),
+    Rule("input_linear.weight", "GraniteMoe*MLP GraniteMoe*MoE JetMoeMoE", equal(2), _HF),
+    Rule("weights_in.weight", "*SwiGLUFFN", equal(2), _HF),
+    Rule("proj_up_gate_z.weight", "xLSTM*", equal(2), _HF),
+    Rule("linear_1.weight", "AyaVisionMultiModalProjector Cohere2VisionMultiModalProjector", equal(2)),
+    Rule("proj.weight", "ClvpGatedLinearUnit EsmFoldSequenceToPair", equal(2)),
+    Rule("gate.weight", "DFineGate Deimv2Gate", equal(2)),
+    Rule("input_proj.weight", "EsmFold2OuterProductMean", equal(2)),
+    Rule("proj_bundle.weight", "EsmFold2TriangleMultiplicativeUpdate", equal(4)),
+    Rule("projection_in.weight", "FocalNetModulation", _focal),
     # gated convolutions of speech models
-    _rule("pointwise_conv1.weight", "*ConvolutionModule", equal(2), _HF),
-    _rule("up_conv.weight", "GraniteSpeech*ConvModule", equal(2), _HF),
-    _rule("pointwise_lin1.weight", "GraniteSpeech5*ConvolutionModule", equal(2), _HF),
-    _rule("ext_pw_conv_1d.weight", "Phi4MultimodalAudioGluPointWiseConv", equal(2)),
-    _rule("linear_start.weight linear_start.linear.weight", "*LightConv1d", equal(2), _HF),
-    _rule("conv.weight", "Wav2Vec2*AdapterLayer WavLMAdapterLayer Data2VecAudioAdapterLayer", equal(2), _HF),
-    _rule(
+    Rule("pointwise_conv1.weight", "*ConvolutionModule", equal(2), _HF),
+    Rule("up_conv.weight", "GraniteSpeech*ConvModule", equal(2), _HF),
+    Rule("pointwise_lin1.weight", "GraniteSpeech5*ConvolutionModule", equal(2), _HF),
+    Rule("ext_pw_conv_1d.weight", "Phi4MultimodalAudioGluPointWiseConv", equal(2)),
+    Rule("linear_start.weight linear_start.linear.weight", "*LightConv1d", equal(2), _HF),
+    Rule("conv.weight", "Wav2Vec2*AdapterLayer WavLMAdapterLayer Data2VecAudioAdapterLayer", equal(2), _HF),
+    Rule(
         "residual_conv.weight self_attn_conv.weight", "SeamlessM4T*AdapterLayer Wav2Vec2Bert*AdapterLayer",
         equal(2), _HF,
     ),
     # shifts, scales and gates of adaptive norms
-    _rule("adaln_linear.weight", "EsmFold2AtomLayer", equal(6)),
-    _rule("adaln_proj.weight", "*", equal("num_chunks"), _HF),
-    _rule("linear.weight", "Qwen2_5_OmniAdaLayerNormZero", equal(6)),
-    _rule("linear.weight", "Qwen2_5_OmniAdaLayerNormZero_Final", equal(2)),
-    _rule("linear.weight", "VibeVoiceDiffusionHeadAdaLayerNorm", equal("num_chunks")),
-    _rule("linear_1.weight", "VibeVoiceDiffusionHeadFinalLayer", equal("num_chunks")),
-    _rule("lin.weight", "Modulation", equal("multiplier"), _TITAN),
-    _rule("linear1.weight", "SingleStreamBlock", blocked(*("hidden_size",) * 3, "mlp_hidden_dim"), _TITAN),
-    _rule("qkv.weight", "SelfAttention", equal(3), _TITAN),
+    Rule("adaln_linear.weight", "EsmFold2AtomLayer", equal(6)),
+    Rule("adaln_proj.weight", "*", equal("num_chunks"), _HF),
+    Rule("linear.weight", "Qwen2_5_OmniAdaLayerNormZero", equal(6)),
+    Rule("linear.weight", "Qwen2_5_OmniAdaLayerNormZero_Final", equal(2)),
+    Rule("linear.weight", "VibeVoiceDiffusionHeadAdaLayerNorm", equal("num_chunks")),
+    Rule("linear_1.weight", "VibeVoiceDiffusionHeadFinalLayer", equal("num_chunks")),
+    Rule("lin.weight", "Modulation", equal("multiplier"), _TITAN),
+    Rule("linear1.weight", "SingleStreamBlock", blocked(*("hidden_size",) * 3, "mlp_hidden_dim"), _TITAN),
+    Rule("qkv.weight", "SelfAttention", equal(3), _TITAN),
     # state spaces, short convolutions and linear attention
-    _rule("in_proj.weight", "MambaMixer FalconMambaMixer JambaMambaMixer", equal(2)),
-    _rule("in_proj.weight", "Mamba", equal(2), "mamba_ssm."),
-    _rule("in_proj.weight", "ZambaMambaMixer", in_turn(2)),
-    _rule("x_proj.weight", "MambaMixer FalconMambaMixer JambaMambaMixer", blocked(*_STATE)),
-    _rule("x_proj.weight", "Mamba", blocked("dt_rank", "d_state", "d_state"), "mamba_ssm."),
-    _rule("x_proj_weight", "ZambaMambaMixer", blocked(*_STATE)),
-    _rule("dt_proj_weight", "ZambaMambaMixer", whole),
-    _rule(
+    Rule("in_proj.weight", "MambaMixer FalconMambaMixer JambaMambaMixer", equal(2)),
+    Rule("in_proj.weight", "Mamba", equal(2), "mamba_ssm."),
+    Rule("in_proj.weight", "ZambaMambaMixer", per_head("1", "1")),
+    Rule("x_proj.weight", "MambaMixer FalconMambaMixer JambaMambaMixer", blocked(*_STATE)),
+    Rule("x_proj.weight", "Mamba", blocked("dt_rank", "d_state", "d_state"), "mamba_ssm."),
+    Rule("x_proj_weight", "ZambaMambaMixer", blocked(*_STATE)),
+    Rule("dt_proj_weight", "ZambaMambaMixer", whole),
+    Rule(
         "in_proj.weight",
         "Mamba2Mixer Zamba2MambaMixer BambaMixer FalconH1Mixer NemotronHMamba2Mixer GraniteMoeHybridMambaLayer",
         blocked("intermediate_size", "intermediate_size", *_SSM),
     ),
-    _rule("in_proj.weight", "Lfm*ShortConv", equal(3), _HF),
-    _rule("in_proj_qkvz.weight", "Qwen3Next*", _linear_attention, _HF),
-    _rule("in_proj_ba.weight", "Qwen3Next*", _linear_attention_gates, _HF),
-    _rule("in_proj_qkv.weight", "*GatedDeltaNet", blocked("key_dim", "key_dim", "value_dim"), _HF),
-    _rule("in_proj_z.weight in_proj_a.weight in_proj_b.weight", "*GatedDeltaNet", whole, _HF),
-    _rule("in_proj.weight", "BarkMLP *VectorQuantize", whole, _HF),
-    _rule("proj_up_gate.weight", "xLSTM*", whole, _HF),
-    _rule("patch_embedding_projection.weight", "BltLocal*", whole, _HF),
+    Rule("in_proj.weight", "Lfm*ShortConv", equal(3), _HF),
+    Rule("in_proj_qkvz.weight", "Qwen3Next*", _linear_attention, _HF),
+    Rule("in_proj_ba.weight", "Qwen3Next*", _linear_attention_gates, _HF),
+    Rule("in_proj_qkv.weight", "*GatedDeltaNet", blocked("key_dim", "key_dim", "value_dim"), _HF),
+    Rule("in_proj_z.weight in_proj_a.weight in_proj_b.weight", "*GatedDeltaNet", whole, _HF),
+    Rule("in_proj.weight", "BarkMLP *VectorQuantize", whole, _HF),
+    Rule("proj_up_gate.weight", "xLSTM*", whole, _HF),
+    Rule("patch_embedding_projection.weight", "BltLocal*", whole, _HF),
     # experts, and other stacks
-    _rule("gate_up_proj", "*Experts", _experts_gate_up, _HF),
-    _rule("down_proj up_proj gate_proj", "*Experts", _experts_whole, _HF),
-    _rule("w1 v1 w2", "DbrxExpertGLU", groups("moe_num_experts")),  # w2: (in, out) of each, one below the other
-    _rule("weight", "*ParallelExperts *FlexibleLinear", whole, _HF),
-    _rule("weight", "DeepseekV4GroupedLinear", groups("n_groups")),
-    _rule("weight", "GroupedLinearLayer", transposed_stack, _HF),
-    _rule("input_gate_weight recurrent_gate_weight", "RecurrentGemmaRglru", transposed_stack),
-    _rule("mlp1_weight mlp1_weight_EGD", "GptOssGroupedExperts", in_turn(2)),
-    _rule("mlp2_weight mlp2_weight_EDF", "GptOssGroupedExperts", whole),
-    _rule("w1 w2 w3 w1_EFD w2_EDF w3_EFD", "GroupedExperts", whole),
+    Rule("gate_up_proj", "*Experts", _experts_gate_up, _HF),
+    Rule("down_proj up_proj gate_proj", "*Experts", _experts_whole, _HF),
+    Rule("w1 v1 w2", "DbrxExpertGLU", groups("moe_num_experts")),  # w2: (in, out) of each, one below the other
+    Rule("weight", "*ParallelExperts *FlexibleLinear", whole, _HF),
+    Rule("weight", "DeepseekV4GroupedLinear", groups("n_groups")),
+    Rule("weight", "GroupedLinearLayer", transposed_stack, _HF),
+    Rule("input_gate_weight recurrent_gate_weight", "RecurrentGemmaRglru", transposed_stack),
+    Rule("mlp1_weight mlp1_weight_EGD", "GptOssGroupedExperts", per_head("1", "1")),
+    Rule("mlp2_weight mlp2_weight_EDF", "GptOssGroupedExperts", whole),
+    Rule("w1 w2 w3 w1_EFD w2_EDF w3_EFD", "GroupedExperts", whole),
     # diffusers: queries, keys and values, also of attention whose projections were fused after it was built
-    _rule("to_qkv.weight", "*", equal_if("use_differential", True, 5, 3), _DIFFUSERS),
-    _rule("to_kv.weight", "*", equal_if("use_differential", True, 3, 2), _DIFFUSERS),
-    _rule("to_q.weight", "StableAudio3CrossAttention", equal_if("use_differential", True, 2), _DIFFUSERS),
-    _rule("to_added_qkv.weight", "*", equal(3), _DIFFUSERS),
-    _rule("to_added_kv.weight", "*", equal(2), _DIFFUSERS),
-    _rule(
+    Rule("to_qkv.weight", "*", equal_if("use_differential", True, 5, 3), _DIFFUSERS),
+    Rule("to_kv.weight", "*", equal_if("use_differential", True, 3, 2), _DIFFUSERS),
+    Rule("to_q.weight", "StableAudio3CrossAttention", equal_if("use_differential", True, 2), _DIFFUSERS),
+    Rule("to_added_qkv.weight", "*", equal(3), _DIFFUSERS),
+    Rule("to_added_kv.weight", "*", equal(2), _DIFFUSERS),
+    Rule(
         "to_qkv_mlp_proj.weight", "Flux2ParallelSelfAttention",
         blocked("inner_dim", "inner_dim", "inner_dim", "mlp_hidden_dim", "mlp_hidden_dim"), _DIFFUSERS,
     ),
-    _rule("qkv.weight", "MMAudio*", in_turn(3), _DIFFUSERS),
-    _rule("qkv.weight", "*", equal(3), _DIFFUSERS),
-    _rule("kv_linear.weight", "MultiHeadCrossAttention", equal(2), _DIFFUSERS),
-    _rule("img_attn_qkv.weight txt_attn_qkv.weight", "JoyImage*", equal(3), _DIFFUSERS),
-    _rule("img_qkv_proj.weight", "PRXAttention", equal(3), _DIFFUSERS),
-    _rule("txt_kv_proj.weight", "PRXAttention", equal(2), _DIFFUSERS),
+    Rule("qkv.weight", "MMAudio*", per_head("1", "1", "1"), _DIFFUSERS),
+    Rule("qkv.weight", "*", equal(3), _DIFFUSERS),
+    Rule("kv_linear.weight", "MultiHeadCrossAttention", equal(2), _DIFFUSERS),
+    Rule("img_attn_qkv.weight txt_attn_qkv.weight", "JoyImage*", equal(3), _DIFFUSERS),
+    Rule("img_qkv_proj.weight", "PRXAttention", equal(3), _DIFFUSERS),
+    Rule("txt_kv_proj.weight", "PRXAttention", equal(2), _DIFFUSERS),
     # diffusers: gates beside what they gate
-    _rule("proj.weight", "GEGLU SwiGLU", equal(2), _DIFFUSERS),
-    _rule("linear_in.weight", "Flux2FeedForward Flux3FeedForward", equal(2), _DIFFUSERS),
-    _rule("proj_in.weight", "FeedForward StableAudio3FeedForward", equal(2), _DIFFUSERS),
-    _rule("ff_in.weight", "MiniMaxMusic3TransformerBlock", equal(2), _DIFFUSERS),
-    _rule("gate_up_proj.weight", "OmniGenFeedForward", equal(2), _DIFFUSERS),
-    _rule("swish_linear.#.weight", "RFD4ProteinaTransition", equal(2), _DIFFUSERS),
-    _rule("linear_x.weight", "RFD4ProteinaPairUpdate", equal(2), _DIFFUSERS),
-    _rule("conv_inverted.weight", "GLUMBConv GLUMBTempConv", equal(2), _DIFFUSERS),
-    _rule("inverted_conv.conv.weight", "GLUMBConvTemp", equal(2), _DIFFUSERS),
-    _rule("proj_mlp.weight", "OvisImageSingleTransformerBlock", equal(2), _DIFFUSERS),
-    _rule("proj_mlp.weight", "*", whole, _DIFFUSERS),
-    _rule("in_proj.weight", "ChromaApproximator", whole, _DIFFUSERS),
-    _rule("dec_in_proj.weight", "*MiniMax*", whole, _DIFFUSERS),
-    _rule("gate_up_proj", "SwiGLUExperts", _experts_gate_up, _DIFFUSERS),
-    _rule("down_proj", "SwiGLUExperts", _experts_whole, _DIFFUSERS),
+    Rule("proj.weight", "GEGLU SwiGLU", equal(2), _DIFFUSERS),
+    Rule("linear_in.weight", "Flux2FeedForward Flux3FeedForward", equal(2), _DIFFUSERS),
+    Rule("proj_in.weight", "FeedForward StableAudio3FeedForward", equal(2), _DIFFUSERS),
+    Rule("ff_in.weight", "MiniMaxMusic3TransformerBlock", equal(2), _DIFFUSERS),
+    Rule("gate_up_proj.weight", "OmniGenFeedForward", equal(2), _DIFFUSERS),
+    Rule("swish_linear.#.weight", "RFD4ProteinaTransition", equal(2), _DIFFUSERS),
+    Rule("linear_x.weight", "RFD4ProteinaPairUpdate", equal(2), _DIFFUSERS),
+    Rule("conv_inverted.weight", "GLUMBConv GLUMBTempConv", equal(2), _DIFFUSERS),
+    Rule("inverted_conv.conv.weight", "GLUMBConvTemp", equal(2), _DIFFUSERS),
+    Rule("proj_mlp.weight", "OvisImageSingleTransformerBlock", equal(2), _DIFFUSERS),
+    Rule("proj_mlp.weight", "*", whole, _DIFFUSERS),
+    Rule("in_proj.weight", "ChromaApproximator", whole, _DIFFUSERS),
+    Rule("dec_in_proj.weight", "*MiniMax*", whole, _DIFFUSERS),
+    Rule("gate_up_proj", "SwiGLUExperts", _experts_gate_up, _DIFFUSERS),
+    Rule("down_proj", "SwiGLUExperts", _experts_whole, _DIFFUSERS),
     # diffusers: shifts, scales and gates by what a block is conditioned on
     *(
-        _rule("linear.weight", classes, equal(count), _DIFFUSERS)
+        Rule("linear.weight", classes, equal(count), _DIFFUSERS)
         for count, classes in (
             (2, "AdaLayerNorm AdaGroupNorm AdaLayerNormContinuous CogView4AdaLayerNormContinuous"),
             (2, "GlmImageAdaLayerNormContinuous ErnieImageAdaLNContinuous AudioDiTAdaLayerNormZeroFinal"),
@@ -461,55 +448,53 @@ _TABLE = (
             (18, "MiniMaxH3AdaLayerNormModulation"),  # six for each of three modalities
         )
     ),
-    _rule("linear.weight", "LTX2AdaLayerNormSingle", equal("num_mod_params"), _DIFFUSERS),
-    _rule("linear.weight", "Flux2Modulation", equal("3*mod_param_sets"), _DIFFUSERS),
-    _rule("linear_2.weight", "CosmosAdaLayerNorm", equal(2), _DIFFUSERS),
-    _rule("linear_2.weight", "CosmosAdaLayerNormZero", equal(3), _DIFFUSERS),
-    _rule("lin.weight", "Modulation", equal(6), _DIFFUSERS),
-    _rule("proj.weight", "LTX2VideoVaeAdaLNZero", equal("num_chunks"), _DIFFUSERS),
-    _rule("adaln_proj.weight", "IPAdapterTimeImageProjectionBlock", equal(4), _DIFFUSERS),
-    _rule("mlp.#.weight", "AudioDiTAdaLNMLP", equal(6), _DIFFUSERS),
-    _rule("adaLN_modulation.#.weight", "HiDreamImageTransformerBlock", equal(12), _DIFFUSERS),
-    _rule("adaLN_modulation.#.weight", "HiDreamImageSingleTransformerBlock", equal(6), _DIFFUSERS),
-    _rule("adaLN_modulation.#.weight", "HiDreamImageOutEmbed", equal(2), _DIFFUSERS),
-    _rule("adaLN_modulation.#.weight", "ZImage*Block BriaFibo2TransformerBlock", equal(4), _DIFFUSERS),
-    _rule("adaln_modulation.weight", "Ideogram4TransformerBlock", equal(4), _DIFFUSERS),
-    _rule("img_mod.#.weight txt_mod.#.weight", "QwenImage*Block", equal(6), _DIFFUSERS),
-    _rule("img_mod.#.weight", "NucleusMoEImageTransformerBlock", equal(4), _DIFFUSERS),
-    _rule("text_modulation.out_layer.weight", "Kandinsky*Block", equal(6), _DIFFUSERS),
-    _rule("visual_modulation.out_layer.weight", "Kandinsky6SRTransformerBlock", equal(6), _DIFFUSERS),
-    _rule("visual_modulation.out_layer.weight", "Kandinsky*Block", equal(9), _DIFFUSERS),
-    _rule("modulation.out_layer.weight", "Kandinsky*", equal(2), _DIFFUSERS),
-    _rule("va_modulation.out_layer.weight", "Kandinsky6*", _cross_modulation("model_dim", "model_dim_a"), _DIFFUSERS),
-    _rule("av_modulation.out_layer.weight", "Kandinsky6*", _cross_modulation("model_dim_a", "model_dim"), _DIFFUSERS),
-    _rule("time_emb_proj.weight", "ResnetBlock2D*", equal_if("time_embedding_norm", "scale_shift", 2), _DIFFUSERS),
-    _rule(
+    Rule("linear.weight", "LTX2AdaLayerNormSingle", equal("num_mod_params"), _DIFFUSERS),
+    Rule("linear.weight", "Flux2Modulation", equal("3*mod_param_sets"), _DIFFUSERS),
+    Rule("linear_2.weight", "CosmosAdaLayerNorm", equal(2), _DIFFUSERS),
+    Rule("linear_2.weight", "CosmosAdaLayerNormZero", equal(3), _DIFFUSERS),
+    Rule("lin.weight", "Modulation", equal(6), _DIFFUSERS),
+    Rule("proj.weight", "LTX2VideoVaeAdaLNZero", equal("num_chunks"), _DIFFUSERS),
+    Rule("adaln_proj.weight", "IPAdapterTimeImageProjectionBlock", equal(4), _DIFFUSERS),
+    Rule("mlp.#.weight", "AudioDiTAdaLNMLP", equal(6), _DIFFUSERS),
+    Rule("adaLN_modulation.#.weight", "HiDreamImageTransformerBlock", equal(12), _DIFFUSERS),
+    Rule("adaLN_modulation.#.weight", "HiDreamImageSingleTransformerBlock", equal(6), _DIFFUSERS),
+    Rule("adaLN_modulation.#.weight", "HiDreamImageOutEmbed", equal(2), _DIFFUSERS),
+    Rule("adaLN_modulation.#.weight", "ZImage*Block BriaFibo2TransformerBlock", equal(4), _DIFFUSERS),
+    Rule("adaln_modulation.weight", "Ideogram4TransformerBlock", equal(4), _DIFFUSERS),
+    Rule("img_mod.#.weight txt_mod.#.weight", "QwenImage*Block", equal(6), _DIFFUSERS),
+    Rule("img_mod.#.weight", "NucleusMoEImageTransformerBlock", equal(4), _DIFFUSERS),
+    Rule("text_modulation.out_layer.weight", "Kandinsky*Block", equal(6), _DIFFUSERS),
+    Rule("visual_modulation.out_layer.weight", "Kandinsky6SRTransformerBlock", equal(6), _DIFFUSERS),
+    Rule("visual_modulation.out_layer.weight", "Kandinsky*Block", equal(9), _DIFFUSERS),
+    Rule("modulation.out_layer.weight", "Kandinsky*", equal(2), _DIFFUSERS),
+    Rule("va_modulation.out_layer.weight", "Kandinsky6*", _cross_modulation("model_dim", "model_dim_a"), _DIFFUSERS),
+    Rule("av_modulation.out_layer.weight", "Kandinsky6*", _cross_modulation("model_dim_a", "model_dim"), _DIFFUSERS),
+    Rule("time_emb_proj.weight", "ResnetBlock2D*", equal_if("time_embedding_norm", "scale_shift", 2), _DIFFUSERS),
+    Rule(
         "time_embedder.timestep_embedder.linear_2.weight", "LTX*Block3d",  # of the resnets that it is given to
         equal(4), _DIFFUSERS,
     ),
-    _rule("context_mlp.#.weight", "Kandinsky3ConditionalGroupNorm", equal(2), _DIFFUSERS),
-    _rule("cond_embeds_mapper.weight", "ConvNextBlock", equal(2), _DIFFUSERS),
-    _rule("scale_bias.weight", "T5FiLMLayer", equal(2), _DIFFUSERS),
-    _rule("mapper.weight mapper_sca.weight mapper_crp.weight", "SDCascadeTimestepBlock", equal(2), _DIFFUSERS),
+    Rule("context_mlp.#.weight", "Kandinsky3ConditionalGroupNorm", equal(2), _DIFFUSERS),
+    Rule("cond_embeds_mapper.weight", "ConvNextBlock", equal(2), _DIFFUSERS),
+    Rule("scale_bias.weight", "T5FiLMLayer", equal(2), _DIFFUSERS),
+    Rule("mapper.weight mapper_sca.weight mapper_crp.weight", "SDCascadeTimestepBlock", equal(2), _DIFFUSERS),
     # timm
-    _rule("qkv.conv.weight", "LiteMLA", per_head("dim", "dim", "dim"), _TIMM),
-    _rule("qkv.c.weight", "SHSA", blocked("qk_dim", "qk_dim", "pdim"), _TIMM),
-    _rule("qkv.weight", "LambdaLayer", blocked("num_heads*dim_qk", "dim_qk", "dim_v"), _TIMM),
-    _rule("qkvs.#.conv.weight", "CascadedGroupAttention", blocked("key_dim", "key_dim", "val_dim"), _TIMM),
-    _rule("kv.weight", "HaloAttn", per_head("dim_head_qk", "dim_head_v", heads="num_heads"), _TIMM),
-    _rule("pwise.weight", "ConvAttention", per_head(*_HEAD, heads="num_heads"), _TIMM),
-    _rule("qk.weight", "*", equal(2), _TIMM),
-    _rule("v_gate.c.weight", "SHMA", equal(2), _TIMM),
-    _rule("BCdt_proj.conv.weight", "HSMSSD", equal(3), _TIMM),
-    _rule("hz_proj.conv.weight", "HSMSSD", equal(2), _TIMM),
-    _rule("f.weight", "FocalModulation", listed("input_split"), _TIMM),
-    _rule("fc1.weight", "GatedConvBlock", listed("split_indices"), _TIMM),
-    _rule("fc1.weight", "GatedMlp", _gated_by_halves, _TIMM),
-    _rule("qkv.weight qkv.linear.weight qkv.conv.weight qkv.c.weight", "*", _timm_qkv, _TIMM),
-    _rule("kv.weight kv.linear.weight kv.conv.weight kv.c.weight", "*", _timm_kv, _TIMM),
-    _rule("in_proj.weight", "ParallelScalingBlock DiffParallelScalingBlock", listed("in_split"), _TIMM),
-    _rule("qkv_proj.weight", "LinearSelfAttention", blocked("1", "embed_dim", "embed_dim"), _TIMM),
-    _rule("fc1.weight", "GluMlp", equal(2), _TIMM),
+    Rule("qkv.conv.weight", "LiteMLA", per_head("dim", "dim", "dim"), _TIMM),
+    Rule("qkv.c.weight", "SHSA", blocked("qk_dim", "qk_dim", "pdim"), _TIMM),
+    Rule("qkv.weight", "LambdaLayer", blocked("num_heads*dim_qk", "dim_qk", "dim_v"), _TIMM),
+    Rule("qkvs.#.conv.weight", "CascadedGroupAttention", blocked("key_dim", "key_dim", "val_dim"), _TIMM),
+    Rule("kv.weight", "HaloAttn", per_head("dim_head_qk", "dim_head_v", heads="num_heads"), _TIMM),
+    Rule("pwise.weight", "ConvAttention", per_head(*_HEAD, heads="num_heads"), _TIMM),
+    Rule("qk.weight", "*", equal(2), _TIMM),
+    Rule("v_gate.c.weight", "SHMA", equal(2), _TIMM),
+    Rule("BCdt_proj.conv.weight", "HSMSSD", equal(3), _TIMM),
+    Rule("hz_proj.conv.weight", "HSMSSD", equal(2), _TIMM),
+    Rule("f.weight", "FocalModulation", listed("input_split"), _TIMM),
+    Rule("fc1.weight", "GatedConvBlock", listed("split_indices"), _TIMM),
+    Rule("fc1.weight", "GatedMlp", _gated_by_halves, _TIMM),
+    Rule("qkv.weight qkv.linear.weight qkv.conv.weight qkv.c.weight", "*", _timm_qkv, _TIMM),
+    Rule("kv.weight kv.linear.weight kv.conv.weight kv.c.weight", "*", _timm_kv, _TIMM),
+    Rule("in_proj.weight", "ParallelScalingBlock DiffParallelScalingBlock", listed("in_split"), _TIMM),
+    Rule("qkv_proj.weight", "LinearSelfAttention", blocked("1", "embed_dim", "embed_dim"), _TIMM),
+    Rule("fc1.weight", "GluMlp", equal(2), _TIMM),
 )  # fmt: skip
-
-RULES: tuple[Rule, ...] = tuple(chain.from_iterable(_TABLE))

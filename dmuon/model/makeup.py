@@ -89,7 +89,8 @@ def sites_of(parameters: Iterable[Tensor]) -> tuple[ModuleTree, dict[int, tuple[
 
 _BY_PATH: dict[str, list[Rule]] = {}
 for _rule in RULES:
-    _BY_PATH.setdefault(_rule.path, []).append(_rule)
+    for _path in _rule.paths.split():
+        _BY_PATH.setdefault(_path, []).append(_rule)
 
 
 def known_spec(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) -> MatrixSpec | None:
@@ -172,7 +173,7 @@ def _is_of(owner: nn.Module, rule: Rule) -> bool:
     return any(
         fnmatchcase(base.__name__, pattern) and f"{base.__module__}.".startswith(rule.package)
         for base in type(owner).__mro__
-        for pattern in rule.classes
+        for pattern in rule.classes.split()
     )
 
 

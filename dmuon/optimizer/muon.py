@@ -42,7 +42,6 @@ from dmuon.optimizer.options import (
     USUAL,
     Description,
     check_functions,
-    check_half,
     check_halves,
     check_names,
     check_options,
@@ -299,7 +298,6 @@ class Muon(torch.optim.Optimizer):
                 check_options(group)
                 for param in group["params"]:
                     check_param(param, group["use_muon"], shards=self._config is not None, flat=own)
-                check_half(group)
                 for name in [name for name in RARE if name in group and group[name] == USUAL[name]]:
                     del group[name]
                 if group.get("bf16_stochastic_round"):
@@ -307,6 +305,7 @@ class Muon(torch.optim.Optimizer):
                 super().add_param_group(as_group(group))
             if self._built:
                 names = names_in(self.param_groups, self._canonical)
+                check_halves(self.param_groups, names)
                 for ways in [group[STRATEGY] for group in self.param_groups[count:] if STRATEGY in group]:
                     require_fitting("strategy", ways_of(ways), [*names.values()])
                 self._lay_out()
@@ -343,7 +342,7 @@ class Muon(torch.optim.Optimizer):
         self._left = {key: strategy for key, (strategy, _) in left_to_others().items()}
         self._strategies = strategies_of(self.param_groups, self._names, self._strategy, self._left)
         residencies = find_residencies(
-            muon, self._names, self._config, self._wrapping.copies, self._device, self._exchange, ns, self._strategies
+            muon, self._names, self._config, self._wrapping.copies, self._device, ns, self._strategies
         )
         self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
         self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
@@ -371,7 +370,6 @@ class Muon(torch.optim.Optimizer):
         check_scalings(self.param_groups, rounds, self._names, self._clipped)
         self._second_moments = moments_of(self.param_groups, rounds)  # by number of the group
         self._scalings = scalings_of(self.param_groups, self._second_moments)  # with those that have no state
-        self._decay_modes = [group.get("weight_decay_mode") for group in self.param_groups]
         moments = self._second_moments
         self._momentum.lay_out(residencies, self.param_groups, self._names, momentum, moments, masters, self.state)
         self._formats = [{name: group.get(name) for name in STATE_OPTIONS} for group in self.param_groups]
@@ -529,11 +527,8 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(
                         f"{name} of group {index} was edited, of which there is state: build the optimizer with it"
                     )
-        modes = [group.get("weight_decay_mode") for group in self.param_groups]
-        if modes != self._decay_modes:
-            check_scalings(self.param_groups, self._rounds, self._names, self._clipped)
-            self._scalings = scalings_of(self.param_groups, self._second_moments)
-            self._decay_modes = modes
+        check_scalings(self.param_groups, self._rounds, self._names, self._clipped)
+        self._scalings = scalings_of(self.param_groups, self._second_moments)
 
     def _present(self, fault: Exception | None) -> set[int]:
         """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed.

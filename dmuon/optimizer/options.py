@@ -16,7 +16,7 @@ from torch import Tensor
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import HALF, check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.layout.matrices import Strategy, team_size, ways_of
-from dmuon.model.matrix_spec import Names, flat_of, is_one_matrix, shape_of
+from dmuon.model.matrix_spec import Names, flat_of, is_one_matrix
 from dmuon.platform.options import check_flag, is_integer, told_apart
 from dmuon.step.adamuon import ElementMoments
 from dmuon.step.batches import SharedBatch
@@ -240,31 +240,27 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
 
 
 def check_halves(groups: Groups, names: Names) -> None:
-    """Refuse what is for weights in half precision where there are none."""
+    """Refuse parameters that an option for half precision cannot take, and the option where it is for none."""
     for option, dtypes in zip(_OF_HALVES, (HALF, (torch.bfloat16,)), strict=True):
         params = [param for group in groups if group.get(option) for param in group["params"]]
+        for param in params:
+            about = f"{option} for parameter {names[id(param)]!r}"
+            if flat_of(param) is not None:
+                raise ValueError(
+                    f"{about}, of which FSDP1 has a flat shard on each rank: use its MixedPrecision, which keeps fp32 "
+                    "shards, or torch's fully_shard (FSDP2)"
+                )
+            is_owned = isinstance(param, OwnedTensor)
+            if option == "bf16_stochastic_round" and (param.dtype == torch.float16 or is_owned):
+                why = "of which its owner has an fp32 master" if is_owned else "which is torch.float16"
+                raise ValueError(
+                    f"{about}, {why}: leave it out, or put it into those groups of dmuon.param_groups(model) that have "
+                    "weights in bf16"
+                )
         if params and not any(param.dtype in dtypes or isinstance(param, OwnedTensor) for param in params):
             raise ValueError(
                 f"{option}=True, and no parameter is in {' or '.join(map(str, dtypes))}, such as "
                 f"{names[id(params[0])]!r}, which is {params[0].dtype}: leave it out"
-            )
-
-
-def check_half(group: Mapping[str, Any]) -> None:
-    """Refuse parameters that an option for half precision cannot take."""
-    option = next((option for option in _OF_HALVES if group.get(option)), None)
-    for param in group["params"] if option is not None else ():
-        name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {shape_of(param)}"
-        if flat_of(param) is not None:
-            raise ValueError(
-                f"{option} for parameter {name}, of which FSDP1 has a flat shard on each rank: use its "
-                "MixedPrecision, which keeps fp32 shards, or torch's fully_shard (FSDP2)"
-            )
-        if option == "bf16_stochastic_round" and (param.dtype == torch.float16 or isinstance(param, OwnedTensor)):
-            why = "which is torch.float16" if param.dtype == torch.float16 else "of which its owner has an fp32 master"
-            raise ValueError(
-                f"bf16_stochastic_round for parameter {name}, {why}: leave it out, or put it into those groups of "
-                "dmuon.param_groups(model) that have weights in bf16"
             )
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import differences
+from dmuon.comm.agreement import require_same_in_turn
 from dmuon.comm.process_groups import ranks_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
@@ -22,15 +21,17 @@ from dmuon.optimizer.options import RARE, STRATEGY, check_options
 from dmuon.platform.log import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.adamw import MOMENTS, as_step, moments_dtype, new_adamw_state
-from dmuon.step.half_weights import MASTER, has_master, new_master
-from dmuon.step.residency import MATRIX_STATE, MOMENTUM, Residency, laid_out, like_param, misfit, needs_gather
+from dmuon.step.adamw import MOMENTS, as_step, new_adamw_state
+from dmuon.step.half_weights import MASTER, has_master
+from dmuon.step.residency import MATRIX_STATE, MOMENTUM, Alone, Residency, like_param, misfit, needs_gather
 from dmuon.step.scaling import Scaling
 
 _log = logger(__name__)
 
 _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by parameter
 _OF_MUON = (*MATRIX_STATE, MASTER)
+_ADAMW_STATE = ("step", *MOMENTS)
+_AS_TORCH_SAYS = Alone(())  # where state of AdamW's lies
 
 
 @dataclass(slots=True, eq=False)
@@ -252,16 +253,24 @@ class Momentum:
             items += [(param, param, f"{key} {where}", of_param.get(key)) for key in (*MOMENTS, MASTER)]
         self._require_loadable(fault, items)
         state = dict(state_dict["state"])
-        _store([(row, value) for (row, _), value in zip(loads, values, strict=True)])
+        stored = [(row, value) for (row, _), value in zip(loads, values, strict=True)]
         for param, group in others:
-            key = keys[id(param)]
-            present, name = optimizer.state.get(param, {}), repr(self._names[id(param)])
-            of_param = adamw_state(saved[key], param, present, name, group)
-            state.pop(key, None)
-            if of_param is not None:
-                self._loaded[param] = of_param
+            of_param, name = state.pop(keys[id(param)], {}), repr(self._names[id(param)])
+            begins = of_param.get("step") is None
+            if begins and not param.requires_grad:
+                continue  # the frozen get no state
+            # Of its own: torch would let two optimizers, of which one has loaded the other's state dict, share memory.
+            fresh = self._loaded[param] = {**_others_in(of_param), **new_adamw_state(param, group)}
+            if begins:
+                continue
+            fresh["step"] = as_step(of_param["step"], param)
+            for key in (*MOMENTS, MASTER):
+                if key in fresh and of_param.get(key) is not None:
+                    row = _Row(param, name, _AS_TORCH_SAYS, local_tensor(fresh[key]), key, param)
+                    stored.append((row, of_param[key]))
+        _store(stored)
         for (row, key), value in zip(loads, values, strict=True):
-            kept = {n: v for n, v in state.pop(key, {}).items() if n not in (*_OF_MUON, *_ADAMW_STATE)}
+            kept = _others_in(state.pop(key, {}))
             if value is None and not row.is_trained:
                 self.shown.pop(id(row.like), None)
             else:
@@ -303,24 +312,18 @@ class Momentum:
                     f"{what} is a DTensor over ranks {listed(over[-1], ' ')}, and nothing says whether these load it "
                     "together: pass its full_tensor()"
                 )
-        for group, members in groups * 2:  # the second time those hear of it who share nothing with the faulty rank
-            shared = [(what, kinds[i]) for i, (param, _, what, _) in enumerate(items) if id(param) in members]
-            of_rank = {str(i): str(kind) for i, (_, kind) in enumerate(shared)}
+        asked = []
+        for group, members in groups:
+            shared = [(items[i][2], str(kind)) for i, kind in enumerate(kinds) if id(items[i][0]) in members]
             everyone = tuple(sorted(ranks_of(group)))
             gathered = [what for (_, _, what, _), ranks in zip(items, over, strict=True) if ranks == everyone]
-            of_rank["gathered"] = str(gathered)
-            try:
-                found = differences(group, fault, of_rank)
-            except ValueError as error:
-                fault = fault or str(error)
-                continue
-            for one in found[:1]:
-                told = {str(i): what for i, (what, _) in enumerate(shared)}
-                what = told.get(one.name, "what these ranks have and gather of the saved state")
-                first = dist.get_process_group_ranks(group)[0]
-                fault = fault or f"{what} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
-        if fault is not None:
-            raise ValueError(fault)
+            asked.append((group, [*shared, ("what these ranks gather of the saved state", str(gathered))]))
+        require_same_in_turn(asked, None if fault is None else ValueError(fault), "give all ranks the same state dict")
+
+
+def _others_in(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the state of one parameter is neither route's."""
+    return {name: value for name, value in saved.items() if name not in (*_OF_MUON, *_ADAMW_STATE)}
 
 
 def _complete(param: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,8 +334,6 @@ def _complete(param: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # -- state dicts on their way in ------------------------------------------------------------------------------------
-
-_ADAMW_STATE = ("step", *MOMENTS)
 
 
 def _loading_faults(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -427,38 +428,6 @@ def savable(group: Mapping[str, Any]) -> dict[str, Any]:
         elif callable(value):
             saved[name] = f"{_FUNCTION}{getattr(value, '__qualname__', type(value).__name__)}"
     return saved
-
-
-def adamw_state(
-    saved: Mapping[str, Any], param: Tensor, present: Mapping[str, Any], name: str, group: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """The state that ``param`` gets of ``saved``, laid out as it lies; None if that has none and it needs none.
-
-    Torch would let two optimizers, of which one has loaded the other's state dict, share memory. Collective where a
-    DTensor lies otherwise.
-
-    Args:
-        present: its state before, which may be what is loaded, filled in place.
-        name: of ``param``, quoted.
-        group: of ``param``.
-    """
-    if saved.get("step") is None:
-        return {**saved, **new_adamw_state(param, group)} if param.requires_grad else None  # the frozen get no state
-    state = {**saved, "step": as_step(saved["step"], param)}
-    state.pop(MOMENTUM, None)
-    dtypes = dict.fromkeys(MOMENTS, moments_dtype(param, group))
-    has_saved = state.pop(MASTER, None) is not None
-    if has_master(group, param):
-        if has_saved:
-            dtypes[MASTER] = torch.float32
-        else:
-            state[MASTER] = like_param(param, new_master(param))
-    for key, dtype in dtypes.items():
-        value = saved[key]
-        state[key] = laid_out(param, value, f"{key} of {name}", gathering=True, dtype=dtype)
-        if value is not present.get(key) and local_tensor(value).data_ptr() == local_tensor(state[key]).data_ptr():
-            state[key] = state[key].clone()
-    return state
 
 
 def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies,
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.exchanged.config import DistributedConfig
-from dmuon.exchanged.exchange import Exchange, exchange_for
+from dmuon.exchanged.exchange import exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of
 from dmuon.model.matrix_spec import (
@@ -358,7 +358,6 @@ def find_residencies(
     config: DistributedConfig | None,
     copies: Mapping[int, dist.ProcessGroup],
     device: torch.device,
-    last: Exchange | None,
     ns: NsOptions,
     strategies: Mapping[int, str],
 ) -> list[Residency]:
@@ -382,7 +381,7 @@ def find_residencies(
         left = left_to_others()
         copies = {**copies} | {id(p): left[id(p)][1] for p in others if id(p) in left and not isinstance(p, DTensor)}
     owned = planned_ns({runtime for param in params if (runtime := runtime_of(param)) is not None})
-    exchange = exchange_for(config, copies, others, labels, device, last, ns, strategies, owned)
+    exchange = exchange_for(config, copies, others, labels, device, ns, strategies, owned)
     alone = [*idle, *(others if exchange is None else exchange.alone())]
     dedicated = dedicated_residencies(params)
     return [*dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]

@@ -81,6 +81,7 @@ class Residency(ABC):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         """Ids of the parameters to update: some rank has a gradient. None if they lie differently than in the tasks.
 
@@ -91,11 +92,6 @@ class Residency(ABC):
         Raises:
             RuntimeError: weights or gradients are in no state for a step.
         """
-        present = set()
-        for param in self.params:
-            if param.grad is not None:
-                present.add(id(param))
-        return present
 
     def shared(self) -> list[Sharing]:
         """Which of the matrices ranks have together; those who do come to it in one order."""
@@ -293,9 +289,7 @@ def misfit(param: Tensor, local: Tensor | None, value: Any) -> str | None:
     return f"is {what}, not a dense tensor of shape {tuple(param.shape)} for {param.dtype}"
 
 
-def laid_out(
-    param: Tensor, value: Any, name: str, *, gathering: bool = False, dtype: torch.dtype | None = None
-) -> Tensor:
+def laid_out(param: Tensor, value: Any, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
     """This rank's part of ``value``, a gradient or moment of ``param``, which has its elements in the same order.
 
     Kernels that are elementwise walk both, and check neither sizes nor strides. It has no gaps, shares the storage of
@@ -303,17 +297,16 @@ def laid_out(
 
     Args:
         name: of ``value``, for errors.
-        gathering: all ranks call this for a DTensor that lies otherwise.
         dtype: of the result; None is the parameter's.
 
     Raises:
-        ValueError: it cannot be the parameter's, or is such a DTensor and nobody gathers it.
+        ValueError: it cannot be the parameter's, or is a DTensor that lies otherwise.
     """
     local = local_tensor(param)
     fault = misfit(param, local, value)
     if fault is not None:
         raise ValueError(f"{name} {fault}")
-    if needs_gather(param, value) and not gathering:
+    if needs_gather(param, value):
         raise ValueError(
             f"{name} is a DTensor with placements {value.placements}, which lies otherwise than its parameter: pass "
             "it to load_state_dict, which gathers it on all ranks"

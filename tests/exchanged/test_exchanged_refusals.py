@@ -247,7 +247,7 @@ REFUSALS: list[Refusal] = [
         r"Invalid rank 1 for parameter.*state\['process_group'\] has ranks \[2, 3\]",
     ),
     (2, cut_otherwise, ("raises",), (ValueError, LookupError), "no such layer"),
-    (2, cut_otherwise, ("another dimension",), ValueError, "parameter 'parameter 0 of group 0' is a plain tensor over"),
+    (2, cut_otherwise, ("another dimension",), ValueError, r"rank [01] has sharded parameters .*\{0: 1\}"),
     (2, cut_otherwise, ("copies",), ValueError, "rank [01] has sharded parameters"),
     (2, cut_otherwise, ("a DTensor",), ValueError, "the local tensor of rank 1 has shape"),
     (

@@ -302,9 +302,7 @@ def test_masters_that_mean_nothing_are_refused() -> None:
         dmuon.Muon(build().to(HALF), weight_decay_mode="hyperball", **ROUNDED)
     with pytest.raises(ValueError, match="is for weights without masters: leave it or master_weights out"):
         dmuon.Muon(build().to(HALF), **MASTERS, **ROUNDED)
-    with pytest.raises(
-        ValueError, match=r"bf16_stochastic_round for parameter of shape .*, which is torch.float16: leave"
-    ):
+    with pytest.raises(ValueError, match=r"bf16_stochastic_round for parameter '.*, which is torch.float16: leave"):
         dmuon.Muon(build().half(), **ROUNDED)
     model = build().to(HALF)
     model.norm.float()  # which is its own master
@@ -319,9 +317,7 @@ def test_masters_that_mean_nothing_are_refused() -> None:
 def test_masters_of_flat_shards_are_refused(rank: int, world: int) -> None:
     model = FullyShardedDataParallel(build().to(HALF), use_orig_params=True, device_id=torch.device("cpu"))
     for options in (MASTERS, ROUNDED):
-        with pytest.raises(
-            ValueError, match=r"for parameter of shape .* use its MixedPrecision, which keeps fp32 shards"
-        ):
+        with pytest.raises(ValueError, match=r"for parameter '.* use its MixedPrecision, which keeps fp32 shards"):
             dmuon.Muon(model, **options)
 
 
@@ -330,7 +326,7 @@ def test_stochastic_rounding_of_what_has_masters_is_refused(rank: int, world: in
     model = build().to(HALF)
     lay("1d-two-lines", model)
     with pytest.raises(
-        ValueError, match=r"parameter blocks.0.mix.weight, of which its owner has an fp32 master: leave"
+        ValueError, match=r"parameter 'blocks.0.mix.weight', of which its owner has an fp32 master: leave"
     ):
         dmuon.Muon(model, **ROUNDED)
     groups = dmuon.param_groups(model)

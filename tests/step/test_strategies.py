@@ -599,7 +599,7 @@ def test_auto_gives_a_matrix_as_many_ranks_as_are_free(
 
 @on_ranks(2)
 def test_what_auto_chose_stays_when_a_parameter_is_added(rank: int, world: int) -> None:
-    """Parameters are laid out anew then, and those that share the same matrices as before are not planned anew."""
+    """Parameters are laid out and planned anew then."""
     mesh = init_device_mesh("cpu", (world,))
     weights = Weights()
     params = [weights.shard(i, (8, 8), mesh, [Shard(0)]) for i in range(6)]

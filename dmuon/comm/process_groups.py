@@ -6,12 +6,15 @@ import atexit
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as OutOfTime
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from itertools import combinations
 from math import prod
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +37,8 @@ from dmuon.platform.torch_private import (
 
 _T = TypeVar("_T")
 _log = logger(__name__)
+
+_SLACK_SECONDS = 5.0  # for a process group to be made, beyond the time limit of its collectives
 
 
 def this_rank() -> GlobalRank:
@@ -107,7 +112,11 @@ def _made_by_members(
     kind = f"dmuon_{purpose}_{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     name = f"{kind}_{made[kind]}"
     with named(f"making process group {name!r} of ranks {ranks}"):
-        group = new_named_group(ranks, name, backend, timeout, pg_options, f"dmuon_{purpose}")
+        group = _in_time(
+            backend,
+            timeout,
+            lambda: new_named_group(ranks, name, backend, timeout, pg_options, f"dmuon_{purpose}"),
+        )
     made[kind] += 1  # now that all its ranks have made it
     _log.debug("made process group %r of ranks %s", name, ranks)
     return group
@@ -127,6 +136,29 @@ def _made_by_all(
         own = group if this_rank() in members else own
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def _in_time(backend: str, timeout: timedelta, make: Callable[[], _T]) -> _T:
+    """What ``make`` returns, in a thread of its own: gloo waits for ever if the host of the store has stopped.
+
+    Raises:
+        RuntimeError: it takes longer than ``timeout`` allows each of its parts.
+    """
+    if backend != "gloo":  # an accelerator's back end goes by the current device of the thread
+        return make()
+    made: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    Thread(target=run, name="dmuon-group", daemon=True).start()
+    try:
+        return made.result(timeout.total_seconds() + _SLACK_SECONDS)
+    except OutOfTime:
+        raise RuntimeError(f"it was not made within {timeout.total_seconds() + _SLACK_SECONDS:g} s") from None
 
 
 def connect(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from harness.topologies import lay
 from harness.toy import build
 
 import dmuon
+from dmuon.comm import process_groups
 from dmuon.comm.domain import make_domain
 from dmuon.dedicated.dedication import dedications
 
@@ -71,6 +73,19 @@ def test_groups_have_the_limit_of_the_default_group_unless_told(rank: int, world
         domain = make_domain(range(world), CPU, timeout)
         for group in (comm.control, comm.averages, comm.row.weights.group, domain.group):
             assert limit_of(group).total_seconds() == seconds
+
+
+@pytest.mark.pitfall("P49")
+@on_ranks(1)
+def test_a_group_that_cannot_be_made_is_named_in_time(rank: int, world: int) -> None:
+    """gloo waits for ever where the host of the store has stopped."""
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "new_named_group", lambda *_: time.sleep(60))
+        patch.setattr(process_groups, "_SLACK_SECONDS", 0.2)
+        with pytest.raises(dmuon.CollectiveError, match=r"process group .* was not made within 0.5 s"):
+            make_domain([0], CPU, timedelta(seconds=0.3))
+    assert time.monotonic() - begin < 20
 
 
 @on_ranks(2)

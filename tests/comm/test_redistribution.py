@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -12,13 +12,10 @@ import torch
 from harness.dtensors import noise
 from harness.on_ranks import on_ranks
 from harness.pieces import numbered, part_of
-from harness.pool import RankPool
 from harness.toy import OPTIONS
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import dmuon
@@ -27,7 +24,7 @@ from dmuon.comm import domain as exchange
 from dmuon.layout.shards import layout_of
 from dmuon.solver import CostTable
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 MESHES: dict[int, list[tuple[int, ...]]] = {
     1: [(1,), (1, 1)],
     2: [(2,), (1, 2), (2, 1)],
@@ -35,81 +32,49 @@ MESHES: dict[int, list[tuple[int, ...]]] = {
     4: [(4,), (2, 2), (4, 1), (1, 2, 2)],
 }
 
-Case = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[str, int, int], ...], str, int]
+
+def drawn(source: random.Random, dims: int, count: int) -> list[Placement]:
+    """Placements of a tensor of ``dims`` dimensions on a mesh of ``count``."""
+    kinds: list[Callable[[], Placement]] = [
+        Replicate,
+        lambda: Shard(source.randrange(dims)),
+        lambda: Shard(source.randrange(dims)),
+        lambda: _StridedShard(source.randrange(dims), split_factor=source.randint(2, 4)),
+    ]
+    return [source.choice(kinds)() for _ in range(count)]
 
 
-@st.composite
-def cases(draw: Any, world: int) -> Case:
-    """Mesh, shape, placements (kind, dim, split factor), dtype, and the owner."""
-    sizes = draw(st.sampled_from(MESHES[world]))
-    shape = draw(st.tuples(*[st.integers(1, 9)] * 2) | st.tuples(*[st.integers(1, 5)] * 3))
-    kinds = ["replicate", "shard", "shard", "strided"]
-    placements = []
-    for _ in sizes:
-        kind = draw(st.sampled_from(kinds))
-        placements.append((kind, draw(st.integers(0, len(shape) - 1)), draw(st.integers(2, 4))))
-    return sizes, shape, tuple(placements), draw(st.sampled_from(sorted(DTYPES))), draw(st.integers(0, world - 1))
-
-
-def placement_of(kind: str, dim: int, factor: int) -> Placement:
-    if kind == "replicate":
-        return Replicate()
-    return Shard(dim) if kind == "shard" else _StridedShard(dim, split_factor=factor)
-
-
-def there_and_back(rank: int, world: int, some: list[Case]) -> int:
-    config = create_dtensor_config(costs="flops")
-    meshes = {sizes: init_device_mesh("cpu", sizes) for sizes, *_ in some}
-    done = 0
-    for case in some:
-        sizes, shape, described, dtype, owner = case
-        mesh, placements = meshes[sizes], [placement_of(*one) for one in described]
-        whole = numbered(shape, DTYPES[dtype])
-        if any(isinstance(placement, _StridedShard) for placement in placements):
-            layout = layout_of(shape, sizes, placements)
-            tensor = laid(whole, layout.pieces[mesh.mesh.flatten().tolist().index(rank)], mesh, placements)
-        else:
-            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            assert torch.equal(tensor.full_tensor(), whole)
-        before = tensor.to_local().clone()
-        found = config.gather_fn(tensor, owner, config.state)
-        assert (found is not None) == (rank == owner), f"{case}: a rank that is not {owner} has {found}"
-        if found is not None:
-            assert found.dtype == whole.dtype and torch.equal(found, whole), f"{case}: gathered {found}"
-            found = found.clone()
-        back = config.redistribute_fn(found, owner, config.state)
-        assert torch.equal(tensor.to_local(), before), f"{case}: the tensor itself has changed"
-        assert back.dtype == before.dtype and torch.equal(back, before), f"{case}: {back} came back, not {before}"
-        done += 1
-    return done
-
-
-def drawn(world: int, count: int, number: int) -> list[Case]:
-    """Random cases, of hypothesis, to run at once; a case that fails is in the message."""
-    found: list[Case] = []
-
-    @seed(number)
-    @settings(max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(cases(world))
-    def collect(case: Case) -> None:
-        found.append(case)
-
-    collect()
-    return found
+def laid(whole: Tensor, piece: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    local = part_of(whole, piece)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 @pytest.mark.pitfall("P14")
 @pytest.mark.parametrize(
-    ("world", "count", "number"),
-    [
-        *((world, 40, world) for world in (2, 4)),
-        *(pytest.param(world, 150, 100, marks=pytest.mark.slow) for world in (1, 2, 3, 4)),
-    ],
+    ("world", "count"), [(2, 40), (4, 40), *(pytest.param(n, 150, marks=pytest.mark.slow) for n in (1, 2, 3, 4))]
 )
-def test_gather_then_redistribute_is_the_identity(ranks: RankPool, world: int, count: int, number: int) -> None:
-    some = drawn(world, count, number)
-    assert len(some) >= count
-    assert ranks(world, there_and_back, some) == [len(some)] * world
+@on_ranks()
+def test_gather_then_redistribute_is_the_identity(rank: int, world: int, count: int) -> None:
+    source = random.Random(count + world)
+    config = create_dtensor_config(costs="flops")
+    meshes = [init_device_mesh("cpu", sizes) for sizes in MESHES[world]]
+    for _ in range(count):
+        mesh, owner, dtype = source.choice(meshes), source.randrange(world), source.choice(DTYPES)
+        most, dims = source.choice([(9, 2), (5, 3)])
+        shape, placements = [source.randint(1, most) for _ in range(dims)], drawn(source, dims, mesh.ndim)
+        case = f"{shape} of {dtype} by {placements} on {mesh} for {owner}"
+        whole = numbered(shape, dtype)
+        piece = layout_of(shape, mesh.shape, placements).pieces[mesh.mesh.flatten().tolist().index(rank)]
+        tensor = laid(whole, piece, mesh, placements)
+        before = tensor.to_local().clone()
+        found = config.gather_fn(tensor, owner, config.state)
+        assert (found is not None) == (rank == owner), f"{case}: {found}"
+        if found is not None:
+            assert found.dtype == dtype and torch.equal(found, whole), f"{case}: gathered {found}"
+            found = found.clone()
+        back = config.redistribute_fn(found, owner, config.state)
+        assert torch.equal(tensor.to_local(), before), f"{case}: the tensor itself has changed"
+        assert back.dtype == dtype and torch.equal(back, before), f"{case}: {back} came back, not {before}"
 
 
 # -- many at once -----------------------------------------------------------------------------------------------------
@@ -124,11 +89,7 @@ def trained_as_one_process(rank: int, world: int, case: int) -> None:
     """
     source = random.Random(case)
     mesh = init_device_mesh("cpu", source.choice([sizes for sizes in MESHES[world] if len(sizes) < 3]))
-    kinds = ["replicate", "shard", "shard", "strided"]
-    places = [
-        [placement_of(source.choice(kinds), source.randrange(2), source.randint(2, 3)) for _ in range(mesh.ndim)]
-        for _ in range(2)
-    ]
+    places = [drawn(source, 2, mesh.ndim) for _ in range(2)]
     shapes = [(source.randint(1, 9), source.randint(1, 9)) for _ in range(2)]
     pieces, params, twins = [], [], []
     for i in range(source.randint(2, 9)):
@@ -159,11 +120,6 @@ def trained_as_one_process(rank: int, world: int, case: int) -> None:
         for found, expected in ((param, of_twin), momenta):
             part = part_of(expected.detach(), piece)
             torch.testing.assert_close(found.detach().to_local(), part, atol=1e-5, rtol=1e-4, msg=f"case {case}")
-
-
-def laid(whole: Tensor, piece: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    local = part_of(whole, piece)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 @pytest.mark.pitfall("P04", "P14", "P26", "P79")

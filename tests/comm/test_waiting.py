@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from harness.heard import heard
 from harness.jobs import run_ranks
 from harness.network import loss_of
 from harness.on_ranks import on_ranks
@@ -91,11 +91,7 @@ def test_an_interrupt_of_dedicate_params_ends_every_rank_with_a_named_error(wher
 @on_ranks(2)
 def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alone: str) -> None:
     """Of a step, a norm or a forward that one rank takes alone, until the other comes; quick waits say nothing."""
-    heard: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dmuon.comm").addHandler(handler)
-    with pytest.MonkeyPatch.context() as patch:
+    with heard() as said, pytest.MonkeyPatch.context() as patch:
         for name, value in (("_watcher", None), ("_SECONDS", 1.0), ("_POLL_SECONDS", 0.2)):
             patch.setattr(monitor, name, value)
         model, mesh = build(), init_device_mesh("cpu", (world,))
@@ -113,8 +109,7 @@ def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alo
             if alone == "norm of tensors":
                 model.blocks[0].mix.weight.grad.norm()
             optimizer.step()
-    logging.getLogger("dmuon.comm").removeHandler(handler)
-    told = [line for line in heard if "has waited for" in line]
+    told = [line for line in said if "has waited for" in line]
     if rank == 0:
         assert len(told) == 1 and alone in told[0]
         assert "ranks 1 do not wait for it too: let every rank come there" in told[0]

@@ -202,13 +202,3 @@ def test_a_result_is_waited_for_once_if_at_all(form: str) -> None:
 def test_other_returns_are_refused(name: str, returned: object, message: str) -> None:
     with pytest.raises(TypeError, match=f"{name} {message}"):
         stepped(**{name: lambda update, rank, state: returned})
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (2, 2)])
-def test_matrices_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    for name in ("gather_fn", "redistribute_fn"):
-        said = f"{name} returned a tensor of shape {shape} for parameter"
-        with pytest.raises(RuntimeError, match=re.escape(said)):
-            stepped(**{name: lambda update, rank, state: torch.ones(shape)})
-        with pytest.raises(RuntimeError, match=f"{name} returned None for parameter"):
-            stepped(**{name: lambda update, rank, state: None})

@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.dtensors import give, local_tensor, noise, parameter
+from harness.dtensors import give, noise, parameter
 from harness.inside import exchange_of
 from harness.jobs import Ended, kill, run_ranks, throw
 from harness.on_ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.testing import assert_close
+from torch.distributed.tensor import Shard
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config
@@ -229,54 +228,3 @@ def test_a_rank_that_cannot_tell_its_options_keeps_nobody_waiting(rank: int, wor
         assert torch.equal(param.to_local(), old)  # type: ignore[attr-defined]
     optimizer.param_groups[0]["eps"] = 0.0
     optimizer.step()
-
-
-# -- copies whose gradients differ --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("placements", "lacking", "told"),
-    [
-        ([Replicate(), Shard(0)], [2, 3], (2, 0)),  # HSDP: all of one replica
-        ([Replicate(), Shard(0)], [1], (1, 3)),  # one shard of one replica
-        ([Replicate(), Replicate()], [3], (3, 0)),
-    ],
-)
-@on_ranks(4)
-def test_copies_of_which_some_have_no_gradient_take_no_step(
-    rank: int, world: int, placements: list[Placement], lacking: list[int], told: list[int]
-) -> None:
-    """One copy is gathered: what another one has would be dropped, and momentum would drift apart."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    params = [parameter(torch.ones(shape), mesh, placements) for shape in SHAPES]
-    optimizer = dmuon.Muon(params, lr=0.1, distributed_config=create_dtensor_config(costs="flops"))
-    expected = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-    oracle = dmuon.Muon(expected, lr=0.1)
-
-    def step(number: int) -> None:
-        give_gradients(params, number)
-        give_gradients(expected, number)
-        oracle.step()
-
-    step(0)
-    optimizer.step()
-    before = [local_tensor(p).detach().clone() for p in params]
-    momenta = [local_tensor(optimizer.state[p]["momentum_buffer"]).clone() for p in params]
-    step(1)
-    kept = params[1].grad
-    if rank in lacking:
-        params[1].grad = None
-    lacks, has = told
-    message = rf"gradient of 'parameter 1 of group 0' is missing on rank {lacks}, and rank {has}, which has a copy"
-    with pytest.raises(RuntimeError, match=message):
-        optimizer.step()
-    for param, weight, momentum in zip(params, before, momenta, strict=True):
-        assert torch.equal(local_tensor(param), weight)
-        assert torch.equal(local_tensor(optimizer.state[param]["momentum_buffer"]), momentum)
-    params[1].grad = kept
-    optimizer.step()
-    params[2].grad = expected[2].grad = None  # of all copies: it is left alone
-    optimizer.step()
-    oracle.step()
-    for param, other in zip(params, expected, strict=True):
-        assert_close(param.full_tensor(), other)

@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
-from harness.dtensors import local_tensor, no_whole_tensors, noise
+from harness.dtensors import local_tensor, no_whole_tensors
 from harness.hand_laid import Weights
-from harness.network import Block, Network, full_state, is_matrix, loss_of, shard, shard_blocks
+from harness.network import Block, Network, full_state, is_matrix
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.topologies import Laid, lay, orthogonalized
-from harness.toy import OPTIONS, batch, build
+from harness.toy import build
 from harness.traffic import Traffic
 from programs.unusual import ThinBlock
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-import dmuon
 from dmuon import create_dtensor_config
 from dmuon.kernels.arithmetic import make_arithmetic
 
@@ -49,13 +47,6 @@ def run(laid: Laid, steps: int, **options: Any) -> tuple[dict[str, Tensor], list
     """Weights after ``steps``, whole, and matrices that this rank orthogonalized in each."""
     calls = orthogonalized(laid.optimizer(**options), laid.backward, steps)
     return full_state(laid.network), calls
-
-
-def check(weights: dict[str, Tensor], calls: list[int], name: str) -> None:
-    """Equal to a single process, the same bits on all ranks, and every matrix orthogonalized once a step over all."""
-    assert_equal_weights(weights, expected("tp" not in name, len(calls)))
-    assert_same_over_ranks(weights)
-    assert [over_ranks(of_step) for of_step in calls] == [matrices(name)] * len(calls)
 
 
 def forget() -> None:
@@ -158,65 +149,7 @@ def test_ranks_that_share_some_matrices_with_some_ranks(rank: int, world: int, p
     assert over_ranks(optimizer.last_step.ns_matrices) == 5
 
 
-# -- gradients ------------------------------------------------------------------------------------------------------
-
-
-UNUSED = [((12, 8), Shard(0)), ((12, 8), Shard(0)), ((12, 8), Shard(0)), ((5, 5), Shard(1)), ((4, 6), Replicate())]
-
-
-@pytest.mark.pitfall("P19", "P48")
-@pytest.mark.parametrize("rest", [0, 1])
-@on_ranks(2)
-def test_a_rank_without_gradients_takes_part(rank: int, world: int, rest: int) -> None:
-    """Parameter 1 is unused everywhere, 2 and 3 on one rank, whose part of the gradient counts as zero."""
-    mesh = init_device_mesh("cpu", (world,))
-    weights = Weights()
-    for i, (shape, placement) in enumerate(UNUSED):
-        weights.shard(i, shape, mesh, [placement])
-    plain = nn.Parameter(noise(50, 3, 4))
-    optimizer = weights.optimizer(create_dtensor_config(costs="flops"), [*weights.params, plain])
-    weights.train(optimizer, 1)
-    for _ in range(2):
-        grads = weights.give()
-        weights.params[1].grad = grads[1] = None
-        for i in (2, 3):
-            if rank == rest:
-                weights.params[i].grad = None
-            grads[i].chunk(2, UNUSED[i][1].dim)[rest].zero_()
-        weights.step(optimizer, grads)
-    weights.check(optimizer)
-    assert torch.equal(plain, noise(50, 3, 4)) and not optimizer.state[plain]["momentum_buffer"].any()
-
-
-# -- groups that change, and both residencies -----------------------------------------------------------------------
-
-
-def is_owned(name: str) -> bool:
-    return name.startswith("blocks.1.") and is_matrix(name)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@on_ranks()
-def test_one_model_may_mix_both_residencies(rank: int, world: int) -> None:
-    """The matrices of one block are dmuon's, those of the others are FSDP2's."""
-    model = toy("mixed")
-    mesh = init_device_mesh("cpu", (world,))
-    dmuon.dedicate_params(model, mesh, select=lambda fqn, *_: is_owned(fqn), costs="flops")
-    shard_blocks(model, mesh, dmuon.fully_shard)
-    owned, *rest = dmuon.param_groups(model)
-    exchanged = [p for name, p in model.named_parameters() if is_matrix(name) and not is_owned(name)]
-    ids = {id(p) for p in exchanged}
-    for group in rest:
-        group["params"] = [p for p in group["params"] if id(p) not in ids]
-    optimizer = dmuon.Muon(
-        [owned, {"params": exchanged, "use_muon": True}, *rest],
-        distributed_config=create_dtensor_config(costs="flops"),
-        **OPTIONS,
-    )
-    calls = orthogonalized(optimizer, lambda step: loss_of(model, *shard(batch(step), rank, world)).backward(), 5)
-    check(full_state(model), calls, "mixed")
-    assert len(exchanged) == 10
-
+# -- groups and placements that change -----------------------------------------------------------------------------
 
 CHANGING = [(9, 5), (9, 5), (4, 7), (6, 6), (3, 8)]
 

@@ -167,12 +167,7 @@ AUTO, DTENSOR = create_auto_config, create_dtensor_config
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
-        (
-            AUTO,
-            {"pp_stage_id": 2, "pp_num_stages": 2},
-            ValueError,
-            "pp_stage_id must be from 0 to .* = 1, got 2",
-        ),
+        (AUTO, {"pp_stage_id": 2, "pp_num_stages": 2}, ValueError, "pp_stage_id must be from 0 to .* = 1, got 2"),
         (AUTO, {"pp_stage_id": -1, "pp_num_stages": 2}, ValueError, "pp_stage_id .* got -1"),
         (AUTO, {"pp_stage_id": 0}, ValueError, "belong together"),
         (AUTO, {"pp_num_stages": 2}, ValueError, "belong together"),
@@ -180,12 +175,7 @@ AUTO, DTENSOR = create_auto_config, create_dtensor_config
         (AUTO, {"pp_stage_id": 0, "pp_num_stages": 1.0}, TypeError, "pp_num_stages must be an integer"),
         (DTENSOR, {"chunk_bytes": 0}, ValueError, "chunk_bytes must be at least 1"),
         (DTENSOR, {"chunk_bytes": 1.0}, TypeError, "chunk_bytes must be an integer"),
-        (
-            DTENSOR,
-            {"small_param_numel_threshold": -1},
-            ValueError,
-            "small_param_numel_threshold must be at least 0",
-        ),
+        (DTENSOR, {"small_param_numel_threshold": -1}, ValueError, "small_param_numel_threshold must be at least 0"),
         (DTENSOR, {"prefetch_count": -1}, ValueError, "prefetch_count must be at least 0"),
         (DTENSOR, {"async_gpu_parallelism": 1}, TypeError, "async_gpu_parallelism must be True or False"),
         (DTENSOR, {"costs": 3}, TypeError, "costs"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +28,11 @@ class _Body:
 
     def __call__(self, *args: Any) -> Any:
         return getattr(importlib.import_module(self.module), self.__qualname__).__wrapped__(*args)
+
+
+def slowly(*cases: Any) -> list[Any]:
+    """Cases of a test that CI runs and ``make test`` does not; a tuple has several values."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
 def _world_of(layout: str) -> int:

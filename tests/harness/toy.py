@@ -40,8 +40,16 @@ def batch(step: int, rows: int = 12) -> tuple[Tensor, Tensor]:
 def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int = 0, world: int = 1) -> None:
     """Step on this rank's part of each of these global batches."""
     device = next(model.parameters()).device
+
+    def loss(step: int) -> Tensor:
+        tokens, targets = shard(batch(step), rank, world)
+        return loss_of(model, tokens.to(device), targets.to(device))
+
+    take_steps(optimizer, loss, steps)
+
+
+def take_steps(optimizer: Any, loss: Callable[[int], Tensor], steps: Iterable[int]) -> None:
     for step in steps:
         optimizer.zero_grad()
-        tokens, targets = shard(batch(step), rank, world)
-        loss_of(model, tokens.to(device), targets.to(device)).backward()
+        loss(step).backward()
         optimizer.step()

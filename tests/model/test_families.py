@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch.nn as nn
 from harness.trees import HEADS, Conv1D, D, H, bare, experts, linear, node, of
@@ -12,7 +10,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import dmuon
 from dmuon import MatrixSpec
 from dmuon.model.makeup import ModuleTree, known_spec, looks_fused
-from dmuon.model.routing import route_parameters
 
 HF = "transformers.models.any.modeling_any"
 
@@ -34,47 +31,9 @@ LATENT = {"kv_lora_rank": 6, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_he
 EXPERTS = experts()
 TRANSPOSED = {"gate_up_proj": bare(3, D, 2 * H), "down_proj": bare(3, H, D)}
 
+# Of what no model of ``transformers`` has; those that it has run in test_transformers_families.py.
 KNOWN: dict[str, tuple[nn.Module, str, MatrixSpec]] = {
-    "GPT-2": (of("GPT2Attention", c_attn=Conv1D(3 * D, D)), "c_attn.weight", MatrixSpec((D, D, D), transposed=True)),
     "torch": (nn.MultiheadAttention(D, 2), "in_proj_weight", THIRDS),
-    "GPT-NeoX": (
-        of("GPTNeoXAttention", query_key_value=linear(D, 3 * D), head_size=4), "query_key_value.weight",
-        MatrixSpec((4, 4, 4), repeats=2),
-    ),
-    "Falcon, new": (
-        of(
-            "FalconAttention", query_key_value=linear(D, 6 * 8), new_decoder_architecture=True, num_kv_heads=2,
-            num_heads=8, head_dim=4,
-        ),
-        "query_key_value.weight", MatrixSpec((16, 4, 4), repeats=2),
-    ),
-    "Phi-3": (
-        of("Phi3Attention", qkv_proj=linear(D, 16), num_key_value_heads=1, config=SimpleNamespace(
-            num_attention_heads=2), head_dim=4),
-        "qkv_proj.weight", MatrixSpec((8, 4, 4)),
-    ),
-    "latent": (
-        of("DeepseekV3Attention", kv_a_proj_with_mqa=linear(D, 8), **LATENT), "kv_a_proj_with_mqa.weight",
-        MatrixSpec((6, 2)),
-    ),
-    "gated queries": (
-        of("Qwen3NextAttention", q_proj=linear(D, 16), head_dim=4, config=SimpleNamespace(num_attention_heads=2)),
-        "q_proj.weight", MatrixSpec((4, 4), repeats=2),
-    ),
-    "linear attention": (
-        of(
-            "Qwen3NextGatedDeltaNet", HF, in_proj_qkvz=linear(D, 2 * (4 + 4 + 6 + 6)), head_k_dim=4, head_v_dim=3,
-            num_k_heads=2, num_v_heads=4,
-        ),
-        "in_proj_qkvz.weight", MatrixSpec((4, 4, 6, 6), repeats=2),
-    ),
-    "Mamba-2": (
-        of("Mamba2Mixer", in_proj=linear(D, 48), **SSM), "in_proj.weight", MatrixSpec((16, 16, 6, 6, 4)),
-    ),
-    "experts": (of("MixtralExperts", HF, **EXPERTS), "gate_up_proj", MatrixSpec((H, H))),
-    "gpt-oss": (
-        of("GptOssExperts", HF, **TRANSPOSED), "gate_up_proj", MatrixSpec((1, 1), repeats=H, transposed=True),
-    ),
     "as the class says": (
         of("NewExperts", HF, is_transposed=True, is_concatenated=False, **TRANSPOSED), "gate_up_proj",
         MatrixSpec((1, 1), repeats=H, transposed=True),
@@ -147,6 +106,9 @@ def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path
     [
         (of("Attention", qkv=linear(D, D + 4)), "qkv.weight", True),
         (of("Attention", qkv=nn.Sequential(nn.Conv1d(D, 3 * D, 1), nn.BatchNorm1d(3 * D))), "qkv.0.weight", True),
+        (of("Attention", c_attn=Conv1D(3 * D, D), c_proj=Conv1D(D, D)), "c_attn.weight", True),
+        (of("Mixer", in_proj=linear(D, 5 * D + 1), out_proj=linear(2 * D, D)), "in_proj.weight", True),
+        (of("MLP", w12=linear(D, 2 * H), w3=linear(H, D)), "w12.weight", True),
         (of("GEGLU", proj=linear(D, 2 * H)), "proj.weight", True),
         (of("SwiGLU", proj=linear(D, 2 * H), out=linear(H, D)), "proj.weight", True),
         (of("ModernBertMLP", HF, Wi=linear(D, 2 * H + 1)), "Wi.weight", True),  # known, but not so
@@ -155,6 +117,8 @@ def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path
         (of("MLP", one=linear(D, 2 * H), two=linear(H, D)), "one.weight", False),
         (of("Experts", w1=bare(3, 2 * H, D), w2=bare(3, D, H)), "w1", False),
         (of("Experts", w1=bare(3, D, 2 * H), w2=bare(3, H, D)), "w1", False),
+        (of("Attention", q=linear(), k=linear(D, D // 2), v=linear(D, D // 2), o=linear()), "k.weight", None),
+        (nn.Sequential(linear(), nn.ReLU(), linear(D, 2 * D)), "2.weight", None),
         (of("SwiGLU", w1=linear(D, H), w3=linear(D, H), w2=linear(H, D)), "w1.weight", None),
         (of("SwiGLU", w1=linear(D, H), w3=linear(D, H), w2=linear(H, D)), "w2.weight", None),
         (of("GatedUnit", value=linear(D, H), gate=linear(D, H)), "gate.weight", None),
@@ -173,21 +137,6 @@ def test_names_are_refused_sizes_are_told_and_neither_says_where_parts_lie(
     with pytest.raises(ValueError, match=rf"{path}' of shape .* looks like several projections fused") as caught:
         dmuon.param_groups(in_a_block(owner))
     assert "parts=(…)" in str(caught.value) and "exclude=" in str(caught.value)
-
-
-def test_layers_store_matrices_in_four_forms() -> None:
-    def form(module: nn.Module) -> MatrixSpec | None:
-        model = node(stem=nn.Conv2d(3, 4, 1), layers=nn.ModuleList([node(layer=module, other=linear())]))
-        route = next(route for route in route_parameters(model) if route.fqn.startswith("layers.0.layer."))
-        return route.spec if route.muon else None
-
-    assert form(linear()) == MatrixSpec()
-    assert form(Conv1D(D, D)) == MatrixSpec(transposed=True)
-    assert form(nn.Conv2d(4, 8, 3)) == MatrixSpec(flattened=True)
-    assert form(nn.Conv2d(4, 8, 3, groups=2)) == MatrixSpec(flattened=True, num_heads=2), "groups share no input"
-    assert form(nn.Conv1d(4, 8, 3, groups=4)) is None, "depthwise"
-    assert form(nn.ConvTranspose2d(4, 8, 3)) is None
-    assert form(of("Experts", w1=bare(3, H, D))) == MatrixSpec()
 
 
 def test_modules_that_are_not_built_yet_disturb_nobody() -> None:

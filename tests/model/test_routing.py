@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from harness.heard import heard
 from harness.small_convnets import CONVNETS
 from harness.small_models import CASES, Case, Model, chain, tied_layers
 from harness.small_models import build as small
 from harness.trees import Called, Conv1D, D, H, V, bare, linear, llama, node, of, stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import dmuon
 from dmuon.model.routing import notice, route_parameters, route_to_blocks
 
 
@@ -45,13 +47,10 @@ LLAMA = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.
 )  # fmt: skip
 
 
-def gpt2(fused: bool) -> nn.Module:
+def gpt2() -> nn.Module:
     def layer() -> nn.Module:
-        attention = node(c_proj=Conv1D(D, D))
-        if fused:
-            attention.c_attn = Conv1D(3 * D, D)
         mlp = node(c_fc=Conv1D(4 * D, D), c_proj=Conv1D(D, 4 * D), act=nn.GELU())
-        return node(ln_1=nn.LayerNorm(D), attn=attention, ln_2=nn.LayerNorm(D), mlp=mlp)
+        return node(ln_1=nn.LayerNorm(D), attn=node(c_proj=Conv1D(D, D)), ln_2=nn.LayerNorm(D), mlp=mlp)
 
     inner = node(
         wte=nn.Embedding(V, D), wpe=nn.Embedding(6, D), drop=nn.Dropout(), h=stack(layer), ln_f=nn.LayerNorm(D)
@@ -61,68 +60,31 @@ def gpt2(fused: bool) -> nn.Module:
     return model
 
 
-def t5() -> nn.Module:
-    shared = nn.Embedding(V, D)
-
-    def layer(first: bool, cross: bool) -> nn.Module:
-        def attention(bias: bool) -> nn.Module:
-            module = node(q=linear(), k=linear(), v=linear(), o=linear())
-            if bias:
-                module.relative_attention_bias = nn.Embedding(4, 2)
-            return module
-
-        parts = [node(SelfAttention=attention(first), layer_norm=nn.RMSNorm(D))]
-        if cross:
-            parts.append(node(EncDecAttention=attention(False), layer_norm=nn.RMSNorm(D)))
-        parts.append(node(DenseReluDense=node(wi=linear(D, H), wo=linear(H, D)), layer_norm=nn.RMSNorm(D)))
-        return node(layer=nn.ModuleList(parts))
-
-    sides = {
-        side: node(embed_tokens=shared, block=nn.ModuleList([layer(True, cross), layer(False, cross)]))
-        for side, cross in (("encoder", False), ("decoder", True))
-    }
-    return node(shared=shared, **sides, lm_head=linear(D, V))
-
-
-T5_ATTENTION = tuple(f"layer.0.SelfAttention.{n}" for n in "qkvo")
-REAL_MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
-    "llama": (llama, each("model.layers", 2, *LLAMA)),
-    "llama, one layer": (lambda: llama(1), each("model.layers", 1, *LLAMA)),
-    "gpt2, split": (lambda: gpt2(False), each("transformer.h", 2, "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
-    "t5": (
-        t5,
-        {
-            **each("encoder.block", 2, *T5_ATTENTION, "layer.1.DenseReluDense.wi", "layer.1.DenseReluDense.wo"),
-            **each(
-                "decoder.block", 2, *T5_ATTENTION, *(f"layer.1.EncDecAttention.{n}" for n in "qkvo"),
-                "layer.2.DenseReluDense.wi", "layer.2.DenseReluDense.wo",
-            ),
-        },
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.pitfall("P02", "P03", "P20")
-@pytest.mark.parametrize("name", REAL_MODELS)
-def test_matrices_of_real_models_go_to_muon_and_nothing_else(name: str) -> None:
-    make, expected = REAL_MODELS[name]
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (llama, each("model.layers", 2, *LLAMA)),
+        (lambda: llama(1), each("model.layers", 1, *LLAMA)),
+        (gpt2, each("transformer.h", 2, "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
+    ],
+)
+def test_matrices_of_real_models_go_to_muon_and_nothing_else(
+    make: Callable[[], nn.Module], expected: dict[str, str]
+) -> None:
+    """For more of them see test_transformers_families.py."""
     assert muon(make()) == expected
-
-
-FIRST = "encoder.block.0.layer.0"
-BIAS = f"{FIRST}.SelfAttention.relative_attention_bias"
 
 
 @pytest.mark.pitfall("P03")
 @pytest.mark.parametrize(
     ("make", "name", "reason"),
     [
-        (t5, "shared.weight", "embedding shared"),
-        (t5, f"{BIAS}.weight", f"embedding {BIAS}"),
-        (t5, f"{FIRST}.layer_norm.weight", "1-D"),
-        (t5, "lm_head.weight", "outside blocks"),
-        (t5, f"{FIRST}.SelfAttention.q.weight", "matrix inside a block"),
-        (lambda: gpt2(False), "transformer.wte.weight", "tied to embedding transformer.wte"),
+        (llama, "model.embed_tokens.weight", "embedding model.embed_tokens"),
+        (llama, "model.norm.weight", "1-D"),
+        (llama, "lm_head.weight", "outside blocks"),
+        (llama, "model.layers.1.mlp.up_proj.weight", "matrix inside a block"),
+        (gpt2, "transformer.wte.weight", "tied to embedding transformer.wte"),
     ],
 )
 def test_reasons_say_why_a_parameter_is_not_on_muon(make: Callable[[], nn.Module], name: str, reason: str) -> None:
@@ -195,6 +157,7 @@ def stages(*depths: int) -> nn.Module:
     return node(stem=linear(3), **parts, head=linear(D, 2))
 
 
+# Models in which no layer repeats are in harness/small_models.py and harness/small_convnets.py.
 CONTAINERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "stem, blocks and head in one Sequential": (
         lambda: nn.Sequential(node(patch=linear()), Small(), Small(), nn.Sequential(linear(), nn.Tanh())), ["1", "2"],
@@ -247,7 +210,6 @@ CONTAINERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "MLP of Sequentials": (
         lambda: nn.Sequential(*(nn.Sequential(linear(), nn.ReLU()) for _ in range(2)), linear(D, V)), ["0", "1"],
     ),
-    "stages that are attributes": (lambda: stages(1, 2, 1), ["layer0.0", "layer1.0", "layer1.1", "layer2.0"]),
     "stages of one layer": (lambda: stages(1, 1), ["layer0.0", "layer1.0"]),
     "stages that begin otherwise": (
         lambda: nn.Sequential(*(nn.Sequential(node(down=linear()), Small(), Small()) for _ in range(2))),
@@ -280,12 +242,6 @@ CONTAINERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     ),
     "a stack beside layers that are attributes": (
         lambda: node(encoder=stack(Small, 1), fc1=linear(), fc2=linear(), out=linear(D, 2)), ["encoder.0"],
-    ),
-    "as many outputs as inputs, and joined layers": (
-        lambda: node(
-            enter=linear(3, D), middle=linear(), joint=linear(3 + 2 * D, D), last=linear(D, D), leave=linear(D, 3)
-        ),
-        ["middle", "joint", "last"],
     ),
 }  # fmt: skip
 
@@ -370,42 +326,7 @@ def test_declared_heads_that_are_something_else_are_ignored(answer: Callable[...
     assert muon(model) == each("model.layers", 2, *LLAMA)
 
 
-# -- fused layouts and reparametrized weights ---------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("P05", "P04")
-@pytest.mark.parametrize(
-    ("layer", "name"),
-    [
-        (lambda: node(attn=node(c_attn=Conv1D(3 * D, D), c_proj=Conv1D(D, D))), "attn.c_attn.weight"),
-        (lambda: node(attn=node(qkv=nn.Linear(D, 3 * D), proj=linear())), "attn.qkv.weight"),
-        (lambda: node(attn=node(Wqkv=linear(D, D + 2), out_proj=linear())), "attn.Wqkv.weight"),  # multi-query
-        (lambda: node(mixer=node(in_proj=linear(D, 5 * D + 1), out_proj=linear(2 * D, D))), "mixer.in_proj.weight"),
-        (lambda: node(mlp=node(gate_up_proj=linear(D, 2 * H), down_proj=linear(H, D))), "mlp.gate_up_proj.weight"),
-        (lambda: node(mlp=node(w12=linear(D, 2 * H), w3=linear(H, D))), "mlp.w12.weight"),
-        (lambda: node(mlp=of("GEGLU", proj=linear(D, 2 * H)), out=linear(H, D)), "mlp.proj.weight"),
-    ],
-)  # fmt: skip
-def test_fused_layouts_are_refused_by_name(layer: Callable[[], nn.Module], name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'h\.0\.{name}' of shape .* fused into one tensor.*select="):
-        route_to_blocks(node(h=stack(layer)))
-    found = muon(node(h=stack(layer)), select=lambda fqn, _, p: p.ndim == 2 and not fqn.endswith(name))
-    assert f"h.0.{name}" not in found and found, "select settles it"
-    assert f"h.0.{name}" in muon(node(h=stack(layer)), select=lambda fqn, _, p: fqn.endswith(name))
-
-
-@pytest.mark.pitfall("P05")
-def test_layers_whose_whole_output_is_used_are_not_fused() -> None:
-    def layer() -> nn.Module:
-        return node(
-            mlp=node(up=linear(D, 3 * D), down=linear(3 * D, D), inner=linear()),
-            growing=nn.Sequential(linear(), nn.ReLU(), linear(D, 2 * D)),
-            attention=node(q=linear(), k=linear(D, D // 2), v=linear(D, D // 2), o=linear()),
-            qkv=node(q=linear(), k=linear(D, D // 2), v=linear(D, D // 2)),
-            adaln=nn.Sequential(nn.SiLU(), linear(D, 6 * D)),
-        )
-
-    assert len(muon(node(h=stack(layer, 1)))) == 13
+# -- reparametrized weights ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("P60")
@@ -450,6 +371,11 @@ def everything(*_: Any) -> bool:
         ({"select": lambda fqn, *_: fqn == "lm_head.weight"}, ValueError, "'lm_head.weight', which lies.*blocks="),
         ({"select": lambda fqn, *_: "norm" in fqn}, ValueError, r"layernorm.weight' of shape \(8,\).*return False"),
         ({"exclude": ["*"]}, ValueError, r"exclude keeps every matrix away .*; exclude less"),
+        ({"exclude": "*.gate"}, TypeError, r"exclude must be a function .* or a list of patterns of names, got .*gate"),
+        ({"exclude": [1]}, TypeError, "exclude must be"),
+        ({"exclude": 3}, TypeError, "exclude must be"),
+        ({"exclude": ["*.gat"]}, ValueError, r"the pattern '\*.gat' names no parameter and no module"),
+        ({"exclude": lambda *_: None}, TypeError, r"exclude\('model.embed_tokens.weight', …\) returned None; return"),
         ({"blocks": "layers"}, ValueError, "blocks: str is not a submodule"),
         ({"blocks": [nn.Linear(2, 2)]}, ValueError, "blocks: Linear is not a submodule of the model; pass"),
         ({"blocks": 3}, TypeError, "blocks must be a list of modules or a function.*got int"),
@@ -459,9 +385,14 @@ def everything(*_: Any) -> bool:
         ({"blocks": lambda fqn, m: fqn == "model.norm"}, ValueError, "no matrix was selected.*inside the given blocks"),
     ],
 )  # fmt: skip
-def test_bad_select_and_blocks_name_the_remedy(options: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_bad_select_exclude_and_blocks_name_the_remedy(
+    options: dict[str, Any], error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         route_to_blocks(llama(), **options)
+    if "exclude" in options:
+        with pytest.raises(error, match=match):
+            dmuon.Muon(llama(), **options)
 
 
 @pytest.mark.pitfall("P06", "P60")
@@ -548,6 +479,9 @@ def test_a_model_that_trains_nothing_by_muon_is_adamw_s_with_reasons_and_a_remed
     assert not any(r.muon and r.param.requires_grad for r in found)
     told = notice(found)
     assert told is not None and re.search(f"^Muon trains no parameter: {why}", told), told
+    with heard() as said:
+        dmuon.param_groups(make())
+    assert said == [told], "once"
     remedy = re.search(r"select=(lambda fqn, module, param: fqn == '[\w.]+')", told)
     if remedy is not None:
         taken = [r for r in route(make(), select=eval(remedy[1])) if r.muon]
@@ -592,16 +526,6 @@ def test_bare_matrices_get_the_line_for_all_of_them(name: str, route: Callable[.
     assert notice(found) is None or "are frozen" in str(notice(found))
     declined = route(make(), select=lambda fqn, _, __: False if fqn in expected else ...) if not refused else found
     assert not any(r.bare for r in declined), "what the user decided is told no more"
-
-
-@pytest.mark.pitfall("P87")
-def test_a_frozen_tensor_that_looks_fused_is_refused_when_it_trains() -> None:
-    model = node(h=stack(lambda: node(a=linear(), qkv=linear(D, 3 * D).requires_grad_(False))))
-    frozen = routes(model)["h.0.qkv.weight"]
-    assert frozen.muon and "looks like several projections fused" in str(frozen.fault)
-    model.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"'h\.0\.qkv\.weight' of shape .* looks like several projections fused"):
-        routes(model)
 
 
 # -- models without stacks ----------------------------------------------------------------------------------------

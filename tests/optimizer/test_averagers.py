@@ -168,9 +168,7 @@ def check(rank: int, world: int, way: Callable[[Network, int], Built], expected:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         if expected == RAISES:
             for _ in range(2):
-                with pytest.raises(
-                    RuntimeError, match=RAISES + r"'(blocks\.2|head\.1)\.\w+.*Wrap it when they are there"
-                ):
+                with pytest.raises(RuntimeError, match=RAISES + r"'(blocks\.2|head\.1)\.\w+.*Wrap it"):
                     optimizer.step()
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             return
@@ -204,7 +202,8 @@ def test_modules_that_the_program_hides_from_the_collector_are_found(
 
 
 def hsdp(model: Network, world: int) -> Built:
-    shard_blocks(model, init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard")))
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    shard_blocks(model, mesh)
     return model, dmuon.Muon(model, **OPTIONS)
 
 
@@ -229,25 +228,40 @@ def round_off(param: nn.Parameter) -> None:
     local(param).mul_(1 + 1e-5)
 
 
-@on_ranks(2)
-def test_copies_that_differ_are_named_on_all_ranks_before_anything_changes(rank: int, world: int) -> None:
-    for way, name in ((ddp, "blocks.1.up.weight"), (hsdp, "norm.bias")):
-        check_copies(rank, world, way, name)
-
-
-def check_copies(rank: int, world: int, way: Callable[[Network, int], Built], name: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "way", "name", "lacking", "told"),  # which ranks have no gradient, and of which pair that is told
+    [
+        (2, ddp, "blocks.1.up.weight", [1], (1, 0)),
+        (2, hsdp, "norm.bias", [1], (1, 0)),
+        (4, ddp, "blocks.1.up.weight", [3], (3, 0)),
+        (4, hsdp, "blocks.1.up.weight", [2, 3], (2, 0)),  # all of one replica
+        (4, hsdp, "blocks.1.up.weight", [1], (1, 3)),  # one shard of one replica
+    ],
+)
+@on_ranks()
+def test_copies_that_differ_are_named_on_all_ranks_before_anything_changes(
+    rank: int,
+    world: int,
+    way: Callable[[Network, int], Built],
+    name: str,
+    lacking: list[int],
+    told: tuple[int, int],
+) -> None:
+    """One copy is gathered: what another one has would be dropped, and momentum would drift apart."""
     model = build()
     program, optimizer = way(model, world)
     param = model.get_parameter(name)
     begin = {key: value.clone() for key, value in full_state(model).items()}
     about = rf"rank {rank}: the gradient of '{name}'"
-    for change, message in (
-        (drop, f"{about} is missing on rank 1, and rank 0, which has a copy of the same part, has one"),
-        (grow, rf"{about} differs between copies of the same part: its norm is \S+ on rank 0 and \S+ on rank 1"),
-        (poison, f"{about} differs between copies"),
+    lacks, has = told
+    first = 1 if way is hsdp and world == 4 else 0  # of the ranks that have a copy of what rank 1, or 3, has
+    for change, ranks, message in (
+        (drop, lacking, f"{about} is missing on rank {lacks}, and rank {has}, which has a copy of the same part"),
+        (grow, [world - 1], rf"its norm is \S+ on rank {first} and \S+ on rank {world - 1}"),
+        (poison, [world - 1], f"{about} differs between copies of the same part"),
     ):
         backward(program, optimizer, rank, world)
-        if rank == 1:
+        if rank in ranks:
             change(param)
         with pytest.raises(RuntimeError, match=message):
             optimizer.step()

@@ -1,9 +1,11 @@
-"""What users of ``torch.optim.Optimizer`` rely on: hooks, closures, compiled steps, steps inside backward, states."""
+"""What users of ``torch.optim.Optimizer`` rely on: hooks, closures, steps inside backward, states, copies."""
 
 from __future__ import annotations
 
 import copy
 import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.network import full_state, loss_of, weights
+from harness.checkpoints import SINGLE, start
+from harness.network import Network, full_state, loss_of, weights
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, reference_weights
 from harness.topologies import lay
-from harness.toy import OPTIONS, batch, build, train
+from harness.toy import OPTIONS, VOCAB, WIDTH, batch, build, train
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -175,22 +179,6 @@ def test_cycles_compiled_steps_and_zeroed_gradients_equal_one_process(rank: int,
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_dict_with_a_function_of_the_shape_is_saved_without_it() -> None:
-    model = build()
-    factor = lambda shape: 0.2 * max(shape) ** 0.5  # noqa: E731
-    optimizer = dmuon.Muon(model, **OPTIONS, adjust_lr_fn=factor)
-    train(model, optimizer, range(3))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other = dmuon.Muon(model, **OPTIONS, adjust_lr_fn=factor)
-    other.load_state_dict(saved)
-    assert other.param_groups[0]["adjust_lr_fn"] is factor
-    train(model, other, range(3, 5))
-    assert_equal_weights(weights(model), reference_weights())
-
-
 def test_a_state_dict_holds_options_and_states_and_nothing_else() -> None:
     model = build()
     optimizer = dmuon.Muon(model, **OPTIONS)
@@ -296,3 +284,57 @@ def test_states_of_torchs_own_optimizers_load_as_they_are() -> None:
     assert optimizer.param_groups[1]["amsgrad"] is False, "keys of torch's are kept"
     assert optimizer.param_groups[0]["ns_coefficients"] == (3.4445, -4.7750, 2.0315), "and its options are used"
     assert_equal_weights(weights(model), weights(twin))
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": pickle.dumps,
+    "torch.save": lambda thing: torch.save(thing, io.BytesIO()),
+}
+REMEDY = r"an optimizer, which .*, cannot be copied or pickled: save optimizer.state_dict\(\), and load it into"
+
+
+@pytest.mark.pitfall("P74")
+@pytest.mark.parametrize("layout", [SINGLE, "1d", "ddp", "fsdp2-2"])
+@on_ranks("layout")
+def test_a_copy_is_refused_with_the_remedy(rank: int, world: int, layout: str) -> None:
+    run = start(layout)
+    run.train(range(2))
+    for name, make in COPIES.items():
+        for thing in (run.optimizer, {"optimizer": run.optimizer})[: 1 + (name != "copy")]:
+            with pytest.raises(RuntimeError, match=REMEDY):
+                make(thing)
+    run.train(range(2, 5))
+    assert_equal_weights(full_state(run.inner), reference_weights())
+
+
+# -- sparse gradients: where no module announces them, see tests/parity ------------------------------------------------
+
+
+@pytest.mark.pitfall("P54")
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@on_ranks(2)
+def test_an_embedding_with_sparse_gradients_is_refused_on_every_rank(
+    rank: int, world: int, kind: type[nn.Module]
+) -> None:
+    """By every way to build an optimizer; not where it is frozen."""
+    mesh = init_device_mesh("cpu", (world,))
+    uses: list[Callable[[nn.Module], Any]] = [
+        lambda m: dmuon.dedicate_params(m, mesh, costs="flops"),
+        dmuon.Muon,
+        lambda m: dmuon.Muon(nn.parallel.DistributedDataParallel(m)),
+    ]
+
+    def with_table(table: nn.Module) -> Network:
+        model = build()
+        model.embed = table  # type: ignore[assignment]
+        return model
+
+    for use in uses:
+        with pytest.raises(ValueError, match=r"'embed\.weight'.*sparse=False"):
+            use(with_table(kind(VOCAB, WIDTH, sparse=True)))
+    frozen = with_table(nn.Embedding(VOCAB, WIDTH, sparse=True).requires_grad_(False))
+    train(frozen, dmuon.Muon(frozen, **OPTIONS), range(2))

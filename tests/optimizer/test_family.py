@@ -17,11 +17,11 @@ from harness.dtensors import local_tensor, placements_of
 from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
 from harness.hand_laid import SPLITS, Weights
 from harness.network import full_state, is_matrix, loss_of
-from harness.on_ranks import assert_same_over_ranks, on_ranks
+from harness.on_ranks import assert_same_over_ranks, on_ranks, slowly
 from harness.paper import Paper
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import CPU, DECAY, LR, OPTIONS, batch, build
+from harness.toy import CPU, DECAY, LR, OPTIONS, batch, build, take_steps, train
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,7 +62,7 @@ def cases(every: Sequence[Any], some: Sequence[Any], slow: Sequence[Any] = ()) -
     """Of a place and a member: every member, or those that depend on the place."""
     found = [*product(every, (member for member in MEMBERS if member not in SLOW)), *product(some, PLACED)]
     later = [*product(every, SLOW), *product(slow, PLACED)]
-    return [*found, *(pytest.param(*case, marks=pytest.mark.slow) for case in later)]
+    return [*found, *slowly(*later)]
 
 
 def paper(member: str, lr: float = LR) -> Paper:
@@ -127,10 +127,7 @@ def test_tensors_of_any_matrices_that_dmuon_owns(rank: int, world: int, layout: 
     dmuon.dedicate_params(model, mesh, select=by_spec(), costs="flops")
     optimizer = dmuon.Muon(model, overlap_backward="shard" in (mesh.mesh_dim_names or ()), **OPTIONS, **MEMBERS[member])
     part = 0 if layout == "tp" else rank
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        fused_loss(model, step, part, mesh.size()).backward()
-        optimizer.step()
+    take_steps(optimizer, lambda step: fused_loss(model, step, part, mesh.size()), range(STEPS))
     found = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.state_dict().items()}
     expected = fused_reference(STEPS, twin=paper(member))
     assert_equal_weights({name: found[name] for name in expected}, expected, NEAR.get(member, 1e-5))
@@ -228,9 +225,7 @@ def test_multipliers_stay_where_schedulers_and_checkpoints_change_rates() -> Non
         group["lr_multiplier"] *= 3
     optimizer.load_state_dict(saved)
     assert {group["lr_multiplier"] for group in optimizer.param_groups} == {3 * factor for factor in found}
-    with pytest.raises(
-        ValueError, match=r"the saved optimizer has \d+ groups, this one 3; build it with the same groups"
-    ):
+    with pytest.raises(ValueError, match=r"has \d+ groups, this one 3; build it with the same groups"):
         dmuon.Muon(build(), **OPTIONS).load_state_dict(saved)
 
 
@@ -316,16 +311,21 @@ def test_ranks_with_other_functions_are_told(rank: int, world: int) -> None:
         optimizer.step()
 
 
-def test_a_function_is_named_and_stays_with_the_optimizer() -> None:
+def rate(shape: tuple[int, int]) -> float:
+    return 0.2 * max(shape) ** 0.5
+
+
+def test_functions_are_named_and_stay_with_the_optimizer() -> None:
     model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS, orthogonalize=polar)
-    loss_of(model, *batch(0)).backward()
-    optimizer.step()
+    functions: dict[str, Any] = {"orthogonalize": polar, "adjust_lr_fn": rate}
+    optimizer = dmuon.Muon(model, **OPTIONS, **functions)
+    train(model, optimizer, [0])
     assert {*optimizer.last_step.variants.values()} == {"polar"}
     saved = optimizer.state_dict()
-    assert saved["param_groups"][0]["orthogonalize"] == "function polar", "no file holds a function"
     optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["orthogonalize"] is polar
+    for name, function in functions.items():
+        assert saved["param_groups"][0][name] == f"function {function.__name__}", "no file holds a function"
+        assert optimizer.param_groups[0][name] is function
 
 
 # -- second moments of rows ------------------------------------------------------------------------------------------
@@ -381,13 +381,8 @@ def test_signs_are_exact_where_parts_travel_in_half(rank: int, world: int) -> No
         laid, alone = lay("fsdp2-2", build()), build()
         optimizers = [laid.optimizer(**options, momentum_dtype=momentum_dtype)]
         optimizers.append(dmuon.Muon(alone, **options, momentum_dtype=momentum_dtype))
-        for step in range(STEPS):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            laid.backward(step)
-            loss_of(alone, *batch(step)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
+        laid.train(optimizers[0], range(STEPS))
+        train(alone, optimizers[1], range(STEPS))
         assert_equal_weights(full_state(laid.network), dict(alone.state_dict()), 1e-3)
 
 
@@ -442,18 +437,14 @@ def test_a_group_goes_to_the_sphere_and_leaves_it_as_its_option_says() -> None:
     optimizers[1].param_groups[0]["weight_decay_mode"] = "hyperball"
     for step in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss_of(model, *batch(step)).backward()
-            optimizer.step()
+            train(model, optimizer, [step])
         optimizers[0].load_state_dict(optimizers[1].state_dict())
     assert_equal_weights(dict(models[0].state_dict()), dict(models[1].state_dict()), 0.0)
 
 
 def test_weights_whose_norm_would_not_stay_are_refused() -> None:
     half = [{"params": [nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))], "use_muon": True}]
-    with pytest.raises(
-        ValueError, match=r"whose weights are torch\.bfloat16: rounding would let their norm grow\. Keep"
-    ):
+    with pytest.raises(ValueError, match=r"torch\.bfloat16: rounding would let their norm grow\. Keep"):
         dmuon.Muon(half, **ON_SPHERE)
     optimizer = dmuon.Muon(half)
     half[0]["params"][0].grad = torch.ones(4, 4, dtype=torch.bfloat16)
@@ -542,20 +533,14 @@ def test_torch_saves_options_that_are_no_numbers(options: dict[str, Any], form: 
     chosen = StateDictOptions(**{form: True})
     models = [build(), build()]
     optimizers = [dmuon.Muon(model, **{**OPTIONS, **options}) for model in models]
-
-    def step(index: int) -> None:
-        models[index].zero_grad()
-        loss_of(models[index], *batch(7)).backward()
-        optimizers[index].step()
-
-    step(0)
+    train(models[0], optimizers[0], [7])
     saved = get_optimizer_state_dict(models[0], optimizers[0], options=chosen)
     models[1].load_state_dict(models[0].state_dict())
     set_optimizer_state_dict(models[1], optimizers[1], saved, options=chosen)
     name, value = next(iter(options.items()))
     assert optimizers[1].param_groups[0][name] == value
-    for index in (0, 1):
-        step(index)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, [7])
     assert_equal_weights(dict(models[1].state_dict()), dict(models[0].state_dict()))
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
+from harness.network import Network, loss_of
 from harness.oracle import newton_schulz
 from harness.paper import CLASSIC
-from torch import Tensor
+from harness.toy import batch, build
 
 import dmuon
 from dmuon.kernels import coefficient_sequence
@@ -97,12 +96,7 @@ NO_NESTEROV = ({"nesterov": False}, {"nesterov": False})
 SIMPLE = ({"coefficients": CLASSIC}, {"ns_coefficients": "classic"})
 # Of an origin: what a line of its table begins with, what that changes there, and what here.
 LINES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    (
-        "torch.optim.Muon",
-        "`lr=1e-3`, `weight_decay=0.1`",
-        {"lr": 0.01, "decay": 0.5},
-        {"lr": 0.01, "weight_decay": 0.5},
-    ),
+    ("torch.optim.Muon", "`lr=1e-3`", {"lr": 0.01, "decay": 0.5}, {"lr": 0.01, "weight_decay": 0.5}),
     ("torch.optim.Muon", "`momentum=0.95`, `nesterov=True`, `ns_steps=5`", *NO_NESTEROV),
     ("torch.optim.Muon", "`momentum=0.95`", {"momentum": 0.5}, {"momentum": 0.5}),
     ("torch.optim.Muon", "`momentum=0.95`", {"coefficients": CLASSIC[:3]}, {"ns_steps": 3}),
@@ -137,36 +131,18 @@ LINES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 12)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 20, bias=False), nn.GELU(), nn.Linear(20, 12, bias=False))
-            for _ in range(2)
-        )
-        self.head = nn.Linear(12, 16, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return F.cross_entropy(self.head(x), tokens.flip(0))
-
-
-def losses_of(model: Model, step: Callable[[], None]) -> list[float]:
-    tokens = torch.arange(16)
+def losses_of(model: Network, step: Callable[[], None]) -> list[float]:
     losses = []
     for _ in range(6):
         model.zero_grad()
-        loss = model(tokens)
+        loss = loss_of(model, *batch(0))
         loss.backward()
         losses.append(loss.item())
         step()
     return losses
 
 
-def reference(model: Model, origin: Origin) -> list[float]:
+def reference(model: Network, origin: Origin) -> list[float]:
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if all(p is not q for q in matrices)]
     groups = [{"params": [p for p in rest if p.ndim == 2]}, {"params": [p for p in rest if p.ndim < 2]}]
@@ -194,7 +170,7 @@ def section_of(name: str) -> str:
     return PAGE.read_text().split(f"## {name}\n")[1].split("\n## ")[0]
 
 
-def found(model: Model, name: str, **changes: Any) -> list[float]:
+def found(model: Network, name: str, **changes: Any) -> list[float]:
     """Losses by the block of that section, with other options."""
     block = re.search(r"^```python\n(.*?)^```$", section_of(name), re.MULTILINE | re.DOTALL)
     assert block is not None
@@ -208,8 +184,7 @@ def found(model: Model, name: str, **changes: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", ORIGINS)
 def test_the_block_of_the_page_gives_the_curve_of_its_origin(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    model = Model()
+    model = build()
     expected = reference(deepcopy(model).double(), ORIGINS[name])
     assert found(model, name) == pytest.approx(expected, rel=1e-4)
     assert expected[-1] < expected[0] - 1e-3, "it learns"
@@ -221,15 +196,13 @@ def test_a_line_of_a_table_gives_the_curve_that_it_claims(
     name: str, line: str, there: dict[str, Any], here: dict[str, Any]
 ) -> None:
     assert f"\n| {line}" in section_of(name)
-    torch.manual_seed(0)
-    model = Model()
+    model = build()
     expected = reference(deepcopy(model).double(), replace(ORIGINS[name], **there))
     assert found(model, name, **here) == pytest.approx(expected, rel=1e-4)
 
 
 def test_torchs_own_muon_gives_that_curve_to_the_error_of_bf16() -> None:
-    torch.manual_seed(0)
-    model = Model()
+    model = build()
     expected = reference(deepcopy(model).double(), ORIGINS["torch.optim.Muon"])
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if all(p is not q for q in matrices)]
@@ -261,14 +234,14 @@ def test_torchs_own_muon_gives_that_curve_to_the_error_of_bf16() -> None:
 def test_an_unknown_keyword_says_what_to_write(keyword: str, instead: str) -> None:
     says = rf"dmuon\.Muon\(\) got an unexpected keyword argument '{keyword}'; write {instead}"
     with pytest.raises(TypeError, match=says):
-        dmuon.Muon(Model(), **{keyword: 1})
+        dmuon.Muon(build(), **{keyword: 1})
     with pytest.raises(TypeError, match=r"dmuon\.dedicate_params\(\) got .* 'predicate'; write select="):
-        dmuon.dedicate_params(Model(), None, predicate=lambda name, param: True)
+        dmuon.dedicate_params(build(), None, predicate=lambda name, param: True)
     assert list(inspect.signature(dmuon.Muon).parameters)[:3] == ["params", "lr", "weight_decay"]
 
 
 def test_a_learning_rate_on_torchs_scale_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    matrices = [p for p in Model().blocks.parameters() if p.ndim == 2]
+    matrices = [p for p in build().blocks.parameters() if p.ndim == 2]
     group = {"params": matrices, "use_muon": True}
     optimizer = dmuon.Muon(matrices, lr=1e-3, weight_decay=0.1, momentum=0.95)
     for matrix in matrices:
@@ -284,7 +257,7 @@ def test_a_learning_rate_on_torchs_scale_is_told_once(caplog: pytest.LogCaptureF
     for name in ("original", "match_rms_adamw", None):
         dmuon.Muon(matrices, lr=0.02, adjust_lr_fn=name)
         dmuon.Muon([{**group, "lr": 0.02, "adjust_lr_fn": name}])
-    dmuon.Muon(Model(), lr=0.02)
+    dmuon.Muon(build(), lr=0.02)
     dmuon.Muon(matrices, lr=0.02, adamw_lr=1e-3)
     dmuon.Muon([{**group, "lr": 0.01}])
     assert not caplog.text

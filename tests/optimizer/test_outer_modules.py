@@ -10,7 +10,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.network import Block, Size, full_state, is_matrix, loss_of
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
-from harness.toy import OPTIONS, SIZE, batch, build, train
+from harness.toy import OPTIONS, SIZE, batch, build, take_steps, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -85,14 +85,18 @@ def test_training_equals_one_process(rank: int, world: int, kind: str) -> None:
     table = dmuon.explain(model, optimizer)
     assert "put there by a group" not in table, "what lies outside has the policy's reasons"
     assert "bare parameter" in table or "1-D" in table
+    if kind == "fully_shard":  # a mixture of residencies is told in one table
+        names = {f"tail.{i}.{name}.weight" for i in range(2) for name in ("mix", "up", "down")}
+        assert {one.name for one in optimizer.exchanged()} == names and "ranks 0 1: plan" in table
+        for name in names | {f"inner.blocks.{i}.up.weight" for i in range(3)}:
+            [line] = [line for line in table.splitlines() if line.split()[:1] == [name]]
+            assert line.endswith("matrix inside a block"), line
 
 
 @on_ranks(2, timeout=60.0)
 def test_parameters_that_nobody_averages_are_refused_and_each_remedy_works(rank: int, world: int) -> None:
     model = laid("neither", world)
-    with pytest.raises(
-        ValueError, match=r"15 parameters \('temperature', .*nobody averages .* over its 2 ranks: call "
-    ):
+    with pytest.raises(ValueError, match=r"15 parameters \('temperature', .*nobody averages .*: call "):
         dmuon.Muon(model, **OPTIONS)
     for block in model.tail:
         block.requires_grad_(False)
@@ -119,10 +123,7 @@ def test_two_dedicated_models_have_one_optimizer(rank: int, world: int) -> None:
     for part in pair.values():
         dmuon.dedicate_params(part, mesh, costs="flops")
     optimizer = dmuon.Muon(pair, **OPTIONS)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        sum(loss_of(part, *batch(step)) for part in pair.values()).backward()  # type: ignore[union-attr]
-        optimizer.step()
+    take_steps(optimizer, lambda step: sum(loss_of(part, *batch(step)) for part in pair.values()), range(STEPS))  # type: ignore[arg-type, return-value]
     expected = {}
     for name, seed in (("generator", 0), ("critic", 1)):
         alone = build(seed=seed)

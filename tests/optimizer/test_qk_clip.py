@@ -16,10 +16,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from harness import network, topologies
 from harness.network import Network, Size, full_state, loss_of, shard
-from harness.on_ranks import on_ranks
-from harness.pool import RankPool
+from harness.on_ranks import on_ranks, slowly
 from harness.tiny_configs import TINY
-from harness.topologies import LAYOUTS, lay
+from harness.topologies import lay
 from harness.toy import CPU
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -214,19 +213,22 @@ def laid(layout: str, kind: str, bias: bool = False) -> topologies.Laid:
         return lay(layout, build(kind, bias))
 
 
-PLACEMENTS = [
-    *(("1d-1", "mla"), ("1d", "mha"), ("1d", "mla"), ("1d", "transposed"), ("1d-3", "gqa"), ("hsdp", "interleaved")),
-    *(("1d-3-two-lines", "interleaved"), ("ddp-2", "gqa"), ("tp", "gqa"), ("tp-fsdp", "mha"), ("tp-fsdp", "mla")),
-    *(("tp-fsdp", "interleaved"), ("fsdp2-1", "gqa"), ("fsdp2-2", "mla"), ("fsdp2-2", "transposed")),
-    *(("fsdp2-3", "gqa"), ("fsdp2-3", "interleaved"), ("fsdp2-hsdp", "mha"), ("tp-alone", "mla"), ("fsdp2-tp", "gqa")),
-    *(("fsdp2-tp", "mla"), ("fsdp2-tp", "interleaved"), ("ddp", "transposed"), ("replicate-fsdp", "mha")),
-    ("cp-mesh", "gqa"),
+TRAINED = [("1d", "mla"), ("hsdp", "interleaved"), ("tp", "gqa"), ("fsdp2-2", "transposed"), ("ddp", "transposed")]
+TRAINED_SLOWLY = [
+    *(("1d-1", "mla"), ("1d-3", "gqa"), ("1d-3-two-lines", "interleaved"), ("tp-fsdp", "interleaved")),
+    *(("fsdp2-2", "mla"), ("fsdp2-3", "gqa"), ("fsdp2-hsdp", "mha"), ("fsdp2-tp", "interleaved")),
+    ("replicate-fsdp", "mha"),
 ]
 
 
-def _trains(
-    rank: int, world: int, layout: str, kind: str, expected: dict[str, Tensor], maxima: list[list[float]]
-) -> None:
+# Without MLA under tensor parallelism, whose shared keys would need a reduction that this small model lacks.
+@pytest.mark.parametrize(("layout", "kind"), [*TRAINED, *slowly(*TRAINED_SLOWLY)])
+@on_ranks("layout")
+def test_training_equals_one_process_written_from_the_paper(rank: int, world: int, layout: str, kind: str) -> None:
+    """With two micro-batches a step, whose maxima join; some heads are clipped, and some are not."""
+    expected, maxima = paper(kind)
+    clipped = [logit > THRESHOLD for of_step in maxima for logit in of_step]
+    assert any(clipped) and not all(clipped)
     made = laid(layout, kind)
     clip = dmuon.QKClip(made.model, THRESHOLD)
     optimizer = made.optimizer(**OPTIONS | {"weight_decay": 0.1, "qk_clip": clip})
@@ -252,26 +254,27 @@ def _trains(
         )
 
 
-def placements(quick: list[tuple[str, str]], mla_under_tp: bool) -> Any:
-    """Those, and slowly every other one; MLA under tensor parallelism only if that is said."""
-    found = [p for p in PLACEMENTS if mla_under_tp or "tp" not in p[0] or p[1] != "mla"][::2]
-    slow = [pytest.param(*p, marks=pytest.mark.slow) for p in found if p not in quick]
-    return pytest.mark.parametrize(("layout", "kind"), [*quick, *slow])
+SCALED = [("1d-1", "mla"), ("1d-3", "gqa"), ("tp-fsdp", "mla"), ("fsdp2-3", "interleaved"), ("cp-mesh", "gqa")]
+SCALED_SLOWLY = [
+    *(("1d", "mla"), ("1d-3-two-lines", "interleaved"), ("tp", "gqa"), ("fsdp2-1", "gqa"), ("fsdp2-2", "transposed")),
+    *(("tp-alone", "mla"), ("fsdp2-tp", "mla"), ("ddp", "transposed")),
+]
+BY_OTHERS = [
+    ("fsdp2-2", "mla", "sharded"),
+    ("fsdp2-3", "interleaved", "replicated"),
+    ("fsdp2-2", "transposed", "sharded"),
+]
 
 
-# Without MLA under tensor parallelism, whose shared keys would need a reduction that this small model lacks.
-@placements(
-    [("1d", "mla"), ("hsdp", "interleaved"), ("tp", "gqa"), ("fsdp2-2", "transposed"), ("ddp", "transposed")], False
+@pytest.mark.parametrize(
+    ("layout", "kind", "strategy"),
+    [*((*place, "owner") for place in SCALED), *BY_OTHERS, *slowly(*((*place, "owner") for place in SCALED_SLOWLY))],
 )
-def test_training_equals_one_process_written_from_the_paper(ranks: RankPool, layout: str, kind: str) -> None:
-    """With two micro-batches a step, whose maxima join; some heads are clipped, and some are not."""
-    expected, maxima = paper(kind)
-    clipped = [logit > THRESHOLD for of_step in maxima for logit in of_step]
-    assert any(clipped) and not all(clipped)
-    ranks(LAYOUTS[layout].world, _trains, layout, kind, expected, maxima)
-
-
-def _scales(rank: int, world: int, layout: str, kind: str, strategy: str = "owner") -> None:
+@on_ranks("layout")
+def test_one_step_is_that_without_clipping_times_the_factors(
+    rank: int, world: int, layout: str, kind: str, strategy: str
+) -> None:
+    """Biases too, and bit for bit the same below the threshold. One rank alone knows of logits."""
     logits = torch.tensor([[90.0, 400.0, 100.0, 250.0], [1000.0, 7.0, 100.5, 99.0]])
     found = []
     for threshold in (None, 2000.0, 100.0):
@@ -296,22 +299,6 @@ def _scales(rank: int, world: int, layout: str, kind: str, strategy: str = "owne
     for name, value in by_hand.state_dict().items():
         torch.testing.assert_close(clipped[name], value, rtol=2e-7, atol=0)
         assert name.endswith(("q_proj.weight", "c_attn.weight")) <= (not torch.equal(clipped[name], without[name]))
-
-
-@placements(
-    [("1d-1", "mla"), ("1d-3", "gqa"), ("tp-fsdp", "mla"), ("fsdp2-3", "interleaved"), ("cp-mesh", "gqa")], True
-)
-def test_one_step_is_that_without_clipping_times_the_factors(ranks: RankPool, layout: str, kind: str) -> None:
-    """Biases too, and bit for bit the same below the threshold. One rank alone knows of logits."""
-    ranks(LAYOUTS[layout].world, _scales, layout, kind)
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind", "strategy"),
-    [("fsdp2-2", "mla", "sharded"), ("fsdp2-3", "interleaved", "replicated"), ("fsdp2-2", "transposed", "sharded")],
-)
-def test_so_it_is_whoever_orthogonalizes(ranks: RankPool, layout: str, kind: str, strategy: str) -> None:
-    ranks(LAYOUTS[layout].world, _scales, layout, kind, strategy)
 
 
 def clipped_model(threshold: float = THRESHOLD) -> tuple[Network, Any, dmuon.Muon]:

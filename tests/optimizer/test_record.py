@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 from harness.fused import FusedModel, by_spec, fused_loss
 from harness.hand_laid import SPLITS
 from harness.network import full_state
-from harness.on_ranks import assert_same_over_ranks, on_ranks
+from harness.on_ranks import assert_same_over_ranks, on_ranks, slowly
 from harness.topologies import lay
 from harness.toy import DECAY, LR, OPTIONS, build, train
 from torch import Tensor
@@ -66,42 +65,29 @@ def assert_alike(found: dict[str, dmuon.MatrixStats], expected: dict[str, dmuon.
             assert getattr(one, field) == pytest.approx(getattr(wanted, field), rel=1e-9), f"{field} of {name}"
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in full_state(model).items()}
+def fused_model() -> FusedModel:
+    """In fp64; its batches are not."""
+    model = FusedModel().double()
+    model.register_forward_pre_hook(lambda _module, args: (args[0].double(),))
+    return model
 
 
 def test_one_process_records_each_part() -> None:
-    model = FusedModel().double()
+    model = fused_model()
     optimizer = dmuon.Muon(model, select=SPEC, **OPTIONS)
-    before = values(model)
-    fused_loss_of(model, 0)
+    before = full_state(model)
+    fused_loss(model, 0).backward()
     record = optimizer.record_next_step()
     assert record is optimizer.record_next_step(), "of the same step"
     optimizer.step()
-    assert_alike(record.local(), oracle(before, values(model)))
-    assert_alike(record.gather(), oracle(before, values(model)))
+    assert_alike(record.local(), oracle(before, full_state(model)))
+    assert_alike(record.gather(), oracle(before, full_state(model)))
 
 
-def fused_loss_of(model: nn.Module, step: int, rank: int = 0, world: int = 1) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        inputs_in_double(model, step, rank, world)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def inputs_in_double(model: nn.Module, step: int, rank: int, world: int) -> None:
-    handle = model.register_forward_pre_hook(lambda _module, args: (args[0].double(),))
-    fused_loss(model, step, rank, world).backward()
-    handle.remove()
-
-
-@pytest.mark.parametrize(
-    "way", ["early", "sharded", *(pytest.param(way, marks=pytest.mark.slow) for way in ("dedicated", "stacks-apart"))]
-)
+@pytest.mark.parametrize("way", ["early", "sharded", *slowly("dedicated", "stacks-apart")])
 @on_ranks(2)
 def test_every_rank_gathers_what_one_process_would_see(rank: int, world: int, way: str) -> None:
-    model, mesh = FusedModel().double(), init_device_mesh("cpu", (world,))
+    model, mesh = fused_model(), init_device_mesh("cpu", (world,))
     options: dict[str, Any] = dict(OPTIONS)
     if way in ("dedicated", "early"):
         dmuon.dedicate_params(model, mesh, select=SPEC, costs="flops")
@@ -114,12 +100,12 @@ def test_every_rank_gathers_what_one_process_would_see(rank: int, world: int, wa
     optimizer = dmuon.Muon(model, **options)
     for step in range(3):
         optimizer.zero_grad()
-        fused_loss_of(model, step, rank, world)
-        before = values(model)
+        fused_loss(model, step, rank, world).backward()
+        before = full_state(model)
         record = optimizer.record_next_step() if step == 1 else None
         optimizer.step()
         if record is not None:
-            expected = oracle(before, values(model))
+            expected = oracle(before, full_state(model))
             later = record
     gathered = later.gather()  # a step later: it is of the step that it was asked for
     assert_alike(gathered, expected)
@@ -132,24 +118,17 @@ def test_every_rank_gathers_what_one_process_would_see(rank: int, world: int, wa
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "fsdp2-hsdp",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("hsdp", "1d-3", "tp-fsdp", "tp-ddp", "fsdp2-3", "fsdp2-tp", "ddp", "cp-mesh")
-        ),
-    ],
+    "layout", ["fsdp2-hsdp", *slowly("hsdp", "1d-3", "tp-fsdp", "tp-ddp", "fsdp2-3", "fsdp2-tp", "ddp", "cp-mesh")]
 )
 @on_ranks("layout")
 def test_copies_are_counted_once(rank: int, world: int, layout: str) -> None:
     laid = lay(layout, build())
     optimizer = dmuon.Muon(laid.model, distributed_config=laid.config, **OPTIONS)
-    before = values(laid.model)
+    before = full_state(laid.model)
     laid.backward(0)
     record = optimizer.record_next_step()
     optimizer.step()
-    after = values(laid.model)
+    after = full_state(laid.model)
     gathered = record.gather()
     assert len(gathered) == 9
     for name, one in gathered.items():

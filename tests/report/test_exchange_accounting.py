@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.on_ranks import on_ranks
+from harness.on_ranks import on_ranks, slowly
 from harness.topologies import lay
 from harness.toy import build
 
@@ -64,17 +64,14 @@ def counted(
         ("fsdp2-2", False, 3, 2**14),
         ("fsdp2-hsdp", True, 2, 2**14),
         ("tp-alone", True, 1, 2**14),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("fsdp2-2", True, 1, 2**14),
-                ("fsdp2-4", True, 2, 2**16),
-                ("fsdp2-4", False, 0, 2**14),
-                ("fsdp2-hsdp", True, 1, 2**28),
-                ("tp-alone", True, 0, 2**28),
-                ("fsdp2-tp", True, 1, 2**16),
-                ("fsdp2-tp", False, 2, 2**28),
-            )
+        *slowly(
+            ("fsdp2-2", True, 1, 2**14),
+            ("fsdp2-4", True, 2, 2**16),
+            ("fsdp2-4", False, 0, 2**14),
+            ("fsdp2-hsdp", True, 1, 2**28),
+            ("tp-alone", True, 0, 2**28),
+            ("fsdp2-tp", True, 1, 2**16),
+            ("fsdp2-tp", False, 2, 2**28),
         ),
     ],
 )

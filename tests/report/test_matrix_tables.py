@@ -14,10 +14,10 @@ from harness.dtensors import local_tensor
 from harness.fused import FusedModel, by_spec, fused_loss
 from harness.hand_laid import SPLITS
 from harness.inside import exchange_of
-from harness.network import Block, Size
-from harness.on_ranks import on_ranks, over_ranks
-from harness.topologies import LAYOUTS, lay
-from harness.toy import OPTIONS, VOCAB, build, train
+from harness.on_ranks import of_all_ranks, on_ranks, over_ranks, slowly
+from harness.topologies import lay
+from harness.toy import OPTIONS, build, train
+from harness.trees import bare, linear, node, of, stack
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -42,24 +42,12 @@ def check_owners(rows: list[matrices.MatrixRow], optimizer: dmuon.Muon, rank: in
     assert {(min(row.shape), max(row.shape)) for row in own} == stats.variants.keys()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "1d-1",
-        "1d",
-        "fsdp2-2",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("1d-3", "hsdp", "tp-fsdp", "tp-ddp", "fsdp2-3", "fsdp2-hsdp", "fsdp2-tp", "ddp", "cp-mesh")
-        ),
-    ],
-)
-def test_owners_and_times_are_those_of_the_step(ranks: Any, layout: str) -> None:
-    found = ranks(LAYOUTS[layout].world, tell, layout)
-    assert all(told == found[0] for told in found), "every rank tells the same of owners and predictions"
+SLOW = ("1d-3", "hsdp", "tp-fsdp", "tp-ddp", "fsdp2-3", "fsdp2-hsdp", "fsdp2-tp", "ddp", "cp-mesh")
 
 
-def tell(rank: int, world: int, layout: str) -> list[tuple[str, int | None, float | None]]:
+@pytest.mark.parametrize("layout", ["1d-1", "1d", "fsdp2-2", *slowly(*SLOW)])
+@on_ranks("layout")
+def test_owners_and_times_are_those_of_the_step(rank: int, world: int, layout: str) -> None:
     model = build(seed=0)
     laid = lay(layout, model, costs=TABLE)
     dedicated = dedications(laid.model)
@@ -80,7 +68,8 @@ def tell(rank: int, world: int, layout: str) -> list[tuple[str, int | None, floa
         muon = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
         held = sum(local_tensor(p).nbytes + local_tensor(optimizer.state[p]["momentum_buffer"]).nbytes for p in muon)
         assert held == 2 * expected_memory(dedicated[0].runtime).masters
-    return [(row.tensor, row.owner, row.predicted_ns) for row in rows]
+    told = [(row.tensor, row.owner, row.predicted_ns) for row in rows]
+    assert of_all_ranks(told) == [told] * world, "every rank tells the same of owners and predictions"
 
 
 @pytest.mark.parametrize("dedicated", [True, False])
@@ -109,42 +98,6 @@ def test_each_part_of_a_fused_tensor_has_a_row_of_its_own(rank: int, world: int,
     assert {row.predicted_ns is not None for row in rows if "weight0" in row.tensor} == {True}
 
 
-class Beside(nn.Module):
-    """The toy, and blocks beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = build()
-        self.tail = nn.ModuleList(Block(Size(VOCAB, 24, 0, 0)) for _ in range(2))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.inner(tokens)
-        for block in self.tail:
-            x = block(x)
-        return x
-
-
-@on_ranks(2)
-def test_a_mixture_of_residencies_is_told_in_one_table(rank: int, world: int) -> None:
-    model, mesh = Beside(), init_device_mesh("cpu", (world,))
-    plan = dmuon.dedicate_params(model.inner, mesh, costs=TABLE)
-    dmuon.fully_shard(model, mesh=mesh)
-    optimizer = dmuon.Muon(model, distributed_config=dmuon.create_dtensor_config(costs="flops"), **OPTIONS)
-    train(model, optimizer, range(1), rank, world)
-    rows = rows_of(model, optimizer)
-    check_owners(rows, optimizer, rank)
-    owned = [row for row in rows if row.tensor.startswith("inner.")]
-    exchanged = [row for row in rows if row.tensor.startswith("tail.")]
-    assert (len(owned), len(exchanged), len(rows)) == (9, 6, 15)
-    assert {row.tensor.removeprefix("inner."): row.owner for row in owned} == plan.owners
-    assert all("on ranks 0 1" in row.lies for row in exchanged)
-    text = dmuon.explain(model, optimizer)
-    for row in rows:
-        [line] = [line for line in text.splitlines() if line.split()[:1] == [row.tensor]]
-        assert line.endswith("matrix inside a block"), line
-    assert "ranks 0 1: plan" in text and plan.digest in text
-
-
 @on_ranks(2)
 def test_one_rank_may_ask_alone(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
@@ -170,24 +123,14 @@ def test_what_one_process_has_alone_has_no_prediction() -> None:
     assert "not predicted" in dmuon.explain(model, optimizer)
 
 
-class Experts(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.num_experts = count
-        self.gate_up_proj = nn.Parameter(torch.zeros(count, 12, 4))
-        self.down_proj = nn.Parameter(torch.zeros(count, 4, 6))
-
-
-class Layer(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.proj, self.experts = nn.Linear(4, 4, bias=False), Experts(count)
-
-
 def test_many_experts_are_told_in_few_lines_and_one_by_one_on_request() -> None:
     layers, count = 48, 128
-    model = nn.Module()
-    model.layers = nn.ModuleList(Layer(count) for _ in range(layers))
+
+    def layer() -> nn.Module:
+        weights = {"gate_up_proj": bare(count, 12, 4), "down_proj": bare(count, 4, 6)}
+        return node(proj=linear(4, 4), experts=of("Experts", num_experts=count, **weights))
+
+    model = node(layers=stack(layer, layers))
     optimizer = dmuon.Muon(model, select=lambda fqn, _module, param: param.ndim > 1)
     text = dmuon.explain(model, optimizer)
     assert len(text.splitlines()) < 40
@@ -280,21 +223,9 @@ def test_groups_of_ones_own_are_told_as_they_are() -> None:
     assert "in no group" not in line_of(text, "1.bias")
 
 
-class Fused(nn.Module):
+def fused() -> nn.Module:
     """``qkv`` tells by its name, ``wi`` by what follows it, ``square`` is only named like one, ``down`` is none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-        self.square_qkv = nn.Linear(32, 32)
-        self.wi = nn.Linear(32, 256)
-        self.down = nn.Linear(128, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.square_qkv(self.qkv(x)[:, :32])
-        gate, up = self.wi(x).chunk(2, -1)
-        out: torch.Tensor = self.down(gate * up)
-        return out
+    return node(qkv=linear(32, 96), square_qkv=linear(32, 32), wi=linear(32, 256), down=linear(128, 32))
 
 
 SPLIT = {"qkv": dmuon.MatrixSpec((32, 32, 32)), "wi": dmuon.MatrixSpec((128, 128))}
@@ -314,7 +245,7 @@ def split(fqn: str, _module: nn.Module, param: nn.Parameter) -> bool | dmuon.Mat
 def test_what_looks_fused_and_is_taken_whole_is_told(rank: int, world: int, way: str) -> None:
     mesh = init_device_mesh("cpu", (world,))
     for select, warned in ((whole, True), (split, False)):
-        model = nn.Sequential(Fused(), Fused())
+        model = nn.Sequential(fused(), fused())
         given: dict[str, Any] = {"select": select}
         if way == "sharded":
             fully_shard(model, mesh=mesh)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 from unittest import mock
 
 import pytest
 from harness.assertions import assert_same_tensors
+from harness.clipping import operations
 from harness.dtensors import give, local_tensor, noise, parameter
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
 from dmuon.solver import CostTable
@@ -22,18 +21,6 @@ from dmuon.step import batches
 
 SHAPES = [(8, 6)] * 8 + [(6, 8)] * 6 + [(5, 7)] * 6
 ONE_BY_ONE = CostTable({(6, 8): {1: 1000}, (5, 7): {1: 1000}})
-
-
-class Operations(TorchDispatchMode):
-    """Counts what is computed with tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def train(mesh: DeviceMesh, most: int) -> tuple[dict[str, Tensor], Counter[str], list[int]]:
@@ -52,12 +39,12 @@ def train(mesh: DeviceMesh, most: int) -> tuple[dict[str, Tensor], Counter[str],
         for step in range(3):
             for i, param in enumerate(params):
                 give(param, noise(100 * step + i, *param.shape))
-            with Operations() as operations:
+            with operations() as names:
                 optimizer.step()
     found = {f"weight {i}": local_tensor(param) for i, param in enumerate(params)}
     found |= {f"momentum {i}": local_tensor(optimizer.state[p]["momentum_buffer"]) for i, p in enumerate(params)}
     bundles = [bundle for round_ in optimizer._rounds for bundle in getattr(round_, "bundles", ())]
-    return found, operations.counts, [len(bundle.numbers) for bundle in bundles if len(bundle.numbers) > 1]
+    return found, Counter(names), [len(bundle.numbers) for bundle in bundles if len(bundle.numbers) > 1]
 
 
 @pytest.mark.pitfall("P79")

@@ -10,9 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from harness.assertions import about, assert_same_tensors
 from harness.dtensors import local_tensor
 from harness.network import full_state
-from harness.on_ranks import of_all_ranks, on_ranks
+from harness.on_ranks import of_all_ranks, on_ranks, slowly
 from harness.topologies import Laid, lay
 from harness.toy import OPTIONS, batch, build
 from torch import Tensor
@@ -27,18 +28,6 @@ from dmuon.step.batches import Batch
 # -- Newton-Schulz during backward ---------------------------------------------------------------------------------
 
 
-def nothing(laid: Laid, optimizer: dmuon.Muon) -> None:
-    pass
-
-
-def clip(laid: Laid, optimizer: dmuon.Muon) -> None:
-    dmuon.clip_grad_norm_(laid.model.parameters(), 1e-2)
-
-
-def clip_by_value(laid: Laid, optimizer: dmuon.Muon) -> None:
-    torch.nn.utils.clip_grad_value_(laid.model.parameters(), 1e-4)
-
-
 def clip_under_a_mode(laid: Laid, optimizer: dmuon.Muon) -> None:
     with FlopCounterMode(display=False):  # any mode: under one, torch counts no versions for foreach operations
         dmuon.clip_grad_norm_(laid.model.parameters(), 1e-2)
@@ -48,10 +37,6 @@ def scaled_under_a_mode(laid: Laid, optimizer: dmuon.Muon) -> None:
     grads = [param.grad for param in dmuon.owned_parameters(laid.model) if param.grad is not None]
     with FlopCounterMode(display=False), torch.no_grad():
         torch._foreach_mul_(grads, 0.5)
-
-
-def another_backward(laid: Laid, optimizer: dmuon.Muon) -> None:
-    laid.loss(7).backward()
 
 
 def scaled_in_place(laid: Laid, optimizer: dmuon.Muon) -> None:
@@ -102,10 +87,6 @@ def some_replaced_and_others_edited(laid: Laid, optimizer: dmuon.Muon) -> None:
         optimizer.state[param]["momentum_buffer"].mul_(0.5)
 
 
-def loaded(laid: Laid, optimizer: dmuon.Muon) -> None:
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
 def dropped(laid: Laid, optimizer: dmuon.Muon) -> None:
     optimizer.zero_grad()
     laid.loss(8).backward()
@@ -116,16 +97,32 @@ def dropped_by_the_model(laid: Laid, optimizer: dmuon.Muon) -> None:
     laid.loss(8).backward()
 
 
-STILL_RIGHT = [nothing, other_lr, another_backward, dropped, dropped_by_the_model]  # what landed last counts
-STALE = [
-    clip, clip_by_value, clip_under_a_mode, scaled_under_a_mode, scaled_in_place, replaced, other_momentum,
-    l2_decay, edited_momentum, replaced_momentum, some_replaced_and_others_edited, loaded,
-]  # fmt: skip
+Edit = Callable[[Laid, dmuon.Muon], Any]
+STILL_RIGHT: dict[str, Edit] = {  # what landed last counts
+    "nothing": lambda laid, optimizer: None,
+    "other lr": other_lr,
+    "another backward": lambda laid, optimizer: laid.loss(7).backward(),
+    "dropped": dropped,
+    "dropped by the model": dropped_by_the_model,
+}
+STALE: dict[str, Edit] = {
+    "clip": lambda laid, optimizer: dmuon.clip_grad_norm_(laid.model.parameters(), 1e-2),
+    "clip by value": lambda laid, optimizer: torch.nn.utils.clip_grad_value_(laid.model.parameters(), 1e-4),
+    "clip under a mode": clip_under_a_mode,
+    "scaled under a mode": scaled_under_a_mode,
+    "scaled in place": scaled_in_place,
+    "replaced": replaced,
+    "other momentum": other_momentum,
+    "l2 decay": l2_decay,
+    "edited momentum": edited_momentum,
+    "replaced momentum": replaced_momentum,
+    "some replaced and others edited": some_replaced_and_others_edited,
+    "loaded": lambda laid, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+}
+FEW = ("nothing", "clip under a mode", "scaled under a mode", "another backward", "l2 decay")
 
 
-def train(
-    name: str, keep: bool, edit: Callable[[Laid, dmuon.Muon], None], overlap: bool
-) -> tuple[dict[str, Tensor], list[int], int]:
+def train(name: str, keep: bool, edit: Edit, overlap: bool) -> tuple[dict[str, Tensor], list[int], int]:
     """Weights and this rank's state, overlapped batches of every step, and batches a step."""
     laid = lay(name, build(), keep=keep)
     optimizer = dmuon.Muon(laid.model, overlap_backward=overlap, **OPTIONS)
@@ -142,38 +139,30 @@ def train(
     return found, overlapped, optimizer.last_step.ns_batches
 
 
-def check_overlap(name: str, keep: bool, edit: Callable[[Laid, dmuon.Muon], None], right: bool) -> int:
-    """How many batches a step has, all of which overlap if that is ``right``."""
+def check_overlap(name: str, keep: bool, what: str) -> int:
+    """How many batches a step has, all of which overlap if they are still right."""
+    edit = (STILL_RIGHT | STALE)[what]
     expected, *_ = train(name, keep, edit, overlap=False)
     found, overlapped, count = train(name, keep, edit, overlap=True)
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), f"{edit.__name__}: {key} differs"
-    assert overlapped == [count if right else 0] * 3, f"{edit.__name__}: {overlapped} of {count} batches overlapped"
+    with about(what):
+        assert_same_tensors(found, expected)
+        assert overlapped == [count if what in STILL_RIGHT and name != "tp" else 0] * 3, f"of {count} batches"
     return count
 
 
 @pytest.mark.pitfall("P16", "P34")
 @pytest.mark.parametrize(
-    ("world", "name", "keep"),
-    [
-        pytest.param(2, "1d", False, marks=pytest.mark.slow),
-        (2, "1d-two-lines", True),
-        pytest.param(4, "hsdp", False, marks=pytest.mark.slow),
-        pytest.param(2, "ddp-2", False, marks=pytest.mark.slow),
-    ],
+    ("name", "keep"), [("1d-two-lines", True), *slowly(("1d", False), ("hsdp", False), ("ddp-2", False))]
 )
-@on_ranks(timeout=300)
+@on_ranks("name", timeout=300)
 def test_newton_schulz_in_backward_changes_no_bit(rank: int, world: int, name: str, keep: bool) -> None:
-    few = [nothing, clip_under_a_mode, scaled_under_a_mode, another_backward, l2_decay]
-    edits = STILL_RIGHT + STALE if name == "1d" else few
-    counts = [check_overlap(name, keep, edit, edit in STILL_RIGHT) for edit in edits]
+    counts = [check_overlap(name, keep, what) for what in (STILL_RIGHT | STALE if name == "1d" else FEW)]
     assert any(counts)
 
 
 @on_ranks(2)
 def test_what_tensor_parallelism_splits_waits_for_the_step(rank: int, world: int) -> None:
-    check_overlap("tp", False, nothing, right=False)
+    check_overlap("tp", False, "nothing")
 
 
 # -- publication ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from harness.assertions import assert_equal_weights
 from harness.dtensors import local_tensor, whole
 from harness.hand_laid import SPLITS, Weights
 from harness.network import full_state, is_matrix
-from harness.on_ranks import assert_same_over_ranks, on_ranks
+from harness.on_ranks import assert_same_over_ranks, on_ranks, slowly
 from harness.oracle import reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, build
@@ -53,8 +53,9 @@ def optimizer_of(weights: Weights, prefetch: int = 1, **options: Any) -> dmuon.M
 # -- what is computed -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", WAYS)
-@pytest.mark.parametrize(("world", "prefetch"), [(2, 0), (3, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.pitfall("P19", "P48")
+@pytest.mark.parametrize("strategy", ("owner", *WAYS))
+@pytest.mark.parametrize(("world", "prefetch"), [(2, 0), (3, 2), *slowly((4, 1))])
 @on_ranks()
 def test_the_update_is_that_of_one_process(rank: int, world: int, prefetch: int, strategy: str) -> None:
     """Of three steps, in the second of which some matrices have no gradient, on any rank or on one."""
@@ -88,9 +89,7 @@ SLOW_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"), [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
-)
+@pytest.mark.parametrize(("name", "strategy"), [*QUICK_CASES, *slowly(*SLOW_CASES)])
 @on_ranks("name")
 def test_a_model_on_a_layout_trains_as_in_one_process(rank: int, world: int, name: str, strategy: str) -> None:
     laid = lay(name, build())
@@ -108,11 +107,7 @@ def test_a_model_on_a_layout_trains_as_in_one_process(rank: int, world: int, nam
 
 @pytest.mark.parametrize(
     ("world", "dims", "sizes", "prefetch"),
-    [
-        (3, (3,), (2, 8), 1),
-        pytest.param(4, (2, 2), (2, 3), 0, marks=pytest.mark.slow),
-        pytest.param(4, (4,), (2, 3), 2, marks=pytest.mark.slow),
-    ],
+    [(3, (3,), (2, 8), 1), *slowly((4, (2, 2), (2, 3), 0), (4, (4,), (2, 3), 2))],
 )
 @on_ranks()
 def test_teams_of_some_ranks_are_as_one_process(
@@ -183,28 +178,27 @@ def test_what_only_some_ranks_of_a_mesh_hold_leaves_no_room_for_teams(rank: int,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "limit", "strategy"),
+    ("strategy", "options", "limit"),
     [
-        *((torch.bfloat16, 0.05, way) for way in WAYS),
-        (torch.float16, 0.03, "sharded"),
-        (torch.float64, 1e-5, "full_replication"),
+        *((way, {"ns_dtype": torch.bfloat16}, 0.05) for way in WAYS),
+        ("sharded", {"ns_dtype": torch.float16}, 0.03),
+        ("full_replication", {"ns_dtype": torch.float64}, 1e-5),
+        ("sharded", {"ns_coefficients": "squares"}, 1e-3),
     ],
 )
 @on_ranks(2)
-def test_other_dtypes_are_as_near_to_one_process_as_owners_are(
-    rank: int, world: int, dtype: Any, limit: float, strategy: str
+def test_other_dtypes_and_coefficients_come_to_what_they_do_with_owners(
+    rank: int, world: int, strategy: str, options: dict[str, Any], limit: float
 ) -> None:
     changes = []
     for of_test in ("owner", strategy):
         weights = laid_by_hand(world)
         before = [whole(param) for param in weights.params]
-        optimizer = optimizer_of(weights, strategy=of_test, ns_dtype=dtype)
-        weights.train(optimizer, 2)
+        weights.options |= options
+        weights.train(optimizer_of(weights, strategy=of_test), 2)
         changes.append([whole(param) - old for param, old in zip(weights.params, before, strict=True)])
-        exact = [new.reshape(old.shape) - old for new, old in zip(weights.twin.weights(), before, strict=True)]
-    for by_owner, found, right in zip(*changes, exact, strict=True):
-        assert (found - by_owner).norm() <= limit * right.norm()
-        assert (found - right).norm() <= (by_owner - right).norm() + limit * right.norm()
+    for by_owner, found in zip(*changes, strict=True):
+        assert (found - by_owner).norm() <= limit * by_owner.norm()
 
 
 @pytest.mark.parametrize("strategy", WAYS)
@@ -231,21 +225,6 @@ def test_the_scale_of_gradients_does_not_matter(rank: int, world: int, scale: fl
         optimizer = optimizer_of(weights, strategy=strategy)
         weights.step(optimizer, weights.give(scale))
         weights.check()
-
-
-@on_ranks(2)
-def test_blocks_of_squares_run_on_slices(rank: int, world: int) -> None:
-    found = []
-    for strategy in ("owner", "sharded"):
-        weights = laid_by_hand(world)
-        weights.options["ns_coefficients"] = "squares"
-        optimizer = optimizer_of(weights, strategy=strategy)
-        for _ in range(2):
-            weights.give()
-            optimizer.step()
-        found.append([whole(param) for param in weights.params])
-    for by_owner, sharded in zip(*found, strict=True):
-        assert (sharded - by_owner).norm() <= 1e-4 * by_owner.norm()
 
 
 # -- which matrices, and what goes with it --------------------------------------------------------------------------
@@ -312,24 +291,13 @@ def test_ranks_that_keep_momentum_whole_follow_what_others_change(rank: int, wor
 # -- what dedicate_params leaves to all ranks --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "1d",
-        "1d-two-lines",
-        "ddp-2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("1d-3", "hsdp", "hsdp-two-lines", "tp-fsdp")),
-    ],
-)
+@pytest.mark.parametrize("name", ["1d", "1d-two-lines", "ddp-2", *slowly("1d-3", "hsdp", "hsdp-two-lines", "tp-fsdp")])
 @on_ranks("name")
 def test_a_dedicated_model_leaves_matrices_to_all_ranks(rank: int, world: int, name: str) -> None:
     laid = lay(name, build(), strategy={"*.up.*": "sharded", "blocks.1.down.weight": "sharded"})
     optimizer = laid.optimizer()
-    for step in range(3):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
-        assert optimizer.last_step.ns_matrices
+    laid.train(optimizer, range(3))
+    assert optimizer.last_step.ns_matrices
     shared = {one.name: one.strategy for one in optimizer.exchanged()}
     expected = {f"blocks.{i}.up.weight" for i in range(3)} | {"blocks.1.down.weight"}
     assert shared == dict.fromkeys(expected, "sharded")
@@ -362,9 +330,7 @@ def test_dedication_knows_strategies_of_several_ranks(
         for patterns in ({"*.upp.*": "sharded"}, {"*.up.*": "sharded", "block.0.*": "sharded"}):
             with pytest.raises(ValueError, match=r"strategy: the pattern .*, such as 'blocks\.\d\."):
                 lay("1d", build(), strategy=patterns)
-        with pytest.raises(
-            ValueError, match=r"'blocks\.0\.up\.weight', which is several matrices: use 'sharded' or 'owner'"
-        ):
+        with pytest.raises(ValueError, match=r"'blocks\.0\.up\.weight', which is several .*: use 'sharded'"):
             lay("1d", build(), strategy="sharded:2", select=halves)
         with pytest.raises(ValueError, match="strategy='auto' chooses that anew; leave plan= out"):
             lay("1d", build(), strategy="auto", plan="plan.json", costs=None)
@@ -393,8 +359,7 @@ OWNERS_ONLY = ("tp", "1d-1")  # tensor parallelism cuts matrices, or there is on
     [
         *(("1d", way) for way in COSTS),
         *((name, "sharded") for name in OWNERS_ONLY),
-        *(pytest.param(name, "sharded", marks=pytest.mark.slow) for name in ("1d-3", "1d-two-lines", "hsdp", "ddp-2")),
-        pytest.param("hsdp", "replicated", marks=pytest.mark.slow),
+        *slowly(*((name, "sharded") for name in ("1d-3", "1d-two-lines", "hsdp", "ddp-2")), ("hsdp", "replicated")),
     ],
 )
 @on_ranks("name")
@@ -634,11 +599,7 @@ def test_auto_on_a_model_with_stacks_is_as_one_process(rank: int, world: int) ->
 @pytest.mark.parametrize(
     ("strategy", "error", "message"),
     [
-        (
-            "shared",
-            ValueError,
-            "strategy='shared' is unknown; use one of owner, replicated, sharded, full_replication, fused, auto",
-        ),
+        ("shared", ValueError, "strategy='shared' is unknown; use one of owner, .*, fused, auto"),
         ({"*": "owners"}, ValueError, "strategy='owners' is unknown"),
         *(
             (f"sharded:{n}", ValueError, f"strategy='sharded:{n}' is unknown; use .*'sharded:2'")

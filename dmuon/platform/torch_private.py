@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -418,23 +418,25 @@ def unsharded_together(module: FSDPModule) -> list[tuple[Any, list[Tensor]]]:
     return [(group, [place.sharded_param for place in group.fsdp_params]) for group in _fsdp_groups(module)]
 
 
-def before_unshard(group: Any, act: Callable[[], None]) -> None:
-    """Let ``act``, which changes weights, run once, before FSDP2 next gathers those of ``group``, whoever asks."""
+def before_unshard(group: Any, who: object, act: Callable[[], None]) -> None:
+    """Let ``act``, which changes weights, run once, before FSDP2 next gathers those of ``group``, whoever asks.
 
-    def unshard(*args: Any, **options: Any) -> None:
-        unshards_as_usual(group)
+    Of several who have matrices in it, such as two optimizers, each acts.
+    """
+    if "unshard" not in group.__dict__:
+        group.unshard = partial(_unshard_behind, {}, group)
+    group.unshard.args[0][who] = act
+
+
+def _unshard_behind(acts: Mapping[object, Callable[[], None]], group: Any, *args: Any, **options: Any) -> None:
+    del group.unshard  # FSDP2's own is left
+    for act in acts.values():
         act()
-        if group.device.type != "cpu":  # FSDP2 lets these streams wait for an optimizer where a root begins only
-            current = group.device_handle.current_stream()
-            group.comm_ctx.all_gather_copy_in_stream.wait_stream(current)
-            group.comm_ctx.all_gather_stream.wait_stream(current)
-        group.unshard(*args, **options)
-
-    group.unshard = unshard
-
-
-def unshards_as_usual(group: Any) -> None:
-    group.__dict__.pop("unshard", None)
+    if group.device.type != "cpu":  # FSDP2 lets these streams wait for an optimizer where a root begins only
+        current = group.device_handle.current_stream()
+        group.comm_ctx.all_gather_copy_in_stream.wait_stream(current)
+        group.comm_ctx.all_gather_stream.wait_stream(current)
+    group.unshard(*args, **options)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

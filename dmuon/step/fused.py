@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 
 from dmuon.model.matrix_spec import Names
-from dmuon.platform.torch_private import before_unshard, unshards_as_usual
+from dmuon.platform.torch_private import before_unshard
 from dmuon.step.rounds import ExchangedRound, Step, join_norms
 
 
@@ -75,7 +75,7 @@ class Deferred:
             if next(stages, None) is not None:
                 self._waiting[number] = stages
         for block, last in self._last.values() if self._waiting else ():
-            before_unshard(block, partial(self.finish, last))
+            before_unshard(block, self, partial(self.finish, last))
 
     def finish(self, last: int | None = None) -> None:
         """Apply what waits, up to the round of number ``last``. Collective if anything does."""
@@ -90,8 +90,6 @@ class Deferred:
             for stages in started:
                 for _ in stages:
                     pass
-        for block, _ in () if self._waiting else self._last.values():
-            unshards_as_usual(block)
 
 
 def _finish(deferred: weakref.ref[Deferred], *_: object) -> None:

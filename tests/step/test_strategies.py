@@ -448,6 +448,29 @@ def test_updates_wait_until_fsdp_unshards(
 
 
 @on_ranks(2)
+def test_updates_of_several_optimizers_wait_for_one_block(rank: int, world: int) -> None:
+    """Also of one whose updates have been applied, while the other's still wait."""
+    losses = []
+    for strategy in ("owner", "fused"):
+        laid = lay("fsdp2-2", build())
+        muon = dmuon.param_groups(laid.model)[0]["params"]
+        groups = [[{"params": muon[i::2], "use_muon": True}] for i in range(2)]
+        halves = [dmuon.Muon(group, lr=0.1, strategy=strategy) for group in groups]
+        for step, stepped in enumerate((halves, halves[::-1], halves[:1], halves)):
+            laid.model.zero_grad()
+            laid.backward(step)
+            for optimizer in stepped:
+                optimizer.step()
+            if step == 1:
+                halves[0].flush()
+            with torch.no_grad():
+                losses.append(laid.loss(step))
+            laid.network.reshard()
+    for by_owners, found in zip(losses[:4], losses[4:], strict=True):
+        torch.testing.assert_close(found, by_owners, rtol=1e-6, atol=0.0)
+
+
+@on_ranks(2)
 def test_what_fsdp_does_not_unshard_cannot_wait(rank: int, world: int) -> None:
     for laid in (lay("ddp", build()), lay("tp-alone", build())):
         with pytest.raises(ValueError, match=r"strategy='fused' for '.*blocks.*', which no fully_shard unshards"):

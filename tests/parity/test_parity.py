@@ -23,7 +23,7 @@ from harness.small_convnets import CONVNETS
 from harness.small_models import CASES as SMALL_MODELS
 from harness.topologies import EXCHANGED, LAYOUTS, lay, runtime_of
 from harness.toy import build
-from programs.left_behind import SEEN, TOWERS, UNSEEN
+from programs.left_behind import TOWERS, WAYS
 from programs.unusual import KINDS, PROGRAMS, plain_name
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -139,8 +139,8 @@ SCHEDULES: list[Options] = [
 ]
 
 LOOPS = ["dropped batch", "two forwards two backwards", "momentum replaced", "momentum cleared", "momentum zeroed"]
-HIDDEN = [f"auxiliary loss by {way}" for way in (*SEEN, "board_alone")]
-KEPT_HIDDEN = [f"auxiliary loss by {way}" for way in ("attribute", *UNSEEN)]
+HIDDEN = [f"auxiliary loss by {way}" for way in WAYS]
+KEPT_HIDDEN = HIDDEN[1:]
 CACHED = [f"keys in a cache, {i}" for i in range(len(TOWERS))]
 ALONE = [name for name, program in PROGRAMS.items() if program.alone]
 TWICE = "block called twice"
@@ -174,7 +174,7 @@ QUICK: list[Case] = [
         for layout in ("1d-two-lines", "ddp-2")
         for program in KEPT_HIDDEN
     ),
-    *all_of(["1d-two-lines"], ["exceptions", "dropped by zeroing", "skipped last, none", "layers that are attributes"]),
+    *all_of(["1d-two-lines"], ["exceptions", "skipped last, none", "layers that are attributes"]),
     *all_of(["hsdp"], ["accumulated locally", "accumulated in replicas"]),
     *all_of(["ddp-2"], ["steps", "accumulated"]),
     *in_turn(["ddp-2"], KINDS[:8]),

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from programs.left_behind import SEEN, TOWERS, UNSEEN, Towers, auxiliary_loss, model_of, towers_loss
+from programs.left_behind import TOWERS, WAYS, Towers, auxiliary_loss, model_of, towers_loss
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -289,30 +289,6 @@ def exceptions(model: nn.Module, optimizer: Any, loss: Loss) -> None:
         optimizer.step()
 
 
-def retry_out_of_memory(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    """A batch that fails within a forward or a backward is dropped and run again in two halves."""
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory left")
-
-    def fail_backward(_module: nn.Module, _args: Any, out: Tensor) -> None:
-        out.register_hook(fail)
-
-    for step in range(4):
-        optimizer.zero_grad()
-        block = model.blocks[step % 3]
-        where = block.up.register_forward_hook(fail_backward if step % 2 else fail)
-        accumulate(model, "full")
-        with pytest.raises(torch.OutOfMemoryError):
-            loss(step).backward()
-        where.remove()
-        optimizer.zero_grad()
-        for kind in ("none", "full"):
-            accumulate(model, kind)
-            (loss(step) / 2).backward()
-        optimizer.step()
-
-
 def only_forwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     optimizer.step()  # before the first forward, without gradients
     with torch.no_grad():
@@ -341,17 +317,6 @@ def drop_then_skip(model: Skipping, optimizer: Any, loss: Loss, *, kind: str) ->
         left = [n for n, p in model.blocks[step].named_parameters() if p.grad is not None]
         assert not left, f"step {step}: {left} of a block that did not run"
         model.skipped = None
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def dropped_by_zeroing(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(2):
-        accumulate(model, "none")
-        loss(50 + step).backward()
-        model.zero_grad(set_to_none=False)
-        accumulate(model, "full")
-        loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -522,12 +487,10 @@ PROGRAMS: dict[str, Program] = {
         kind: Program(partial(steps, count=3), make=partial(Variant, kind), matrix=variant_matrix, frees=True)
         for kind in KINDS
     },
-    "retry out of memory": Program(retry_out_of_memory, alone=True),
     "only forwards": Program(only_forwards, alone=True),
     "exceptions": Program(exceptions, alone=True),
     "dropped batch": Program(dropped_batch),
     "two forwards two backwards": Program(two_forwards_two_backwards),
-    "dropped by zeroing": Program(dropped_by_zeroing, alone=True),
     **{f"momentum {how}": Program(partial(reset_momentum, how=how)) for how in ("replaced", "cleared", "zeroed")},
     **{
         f"{name}, {kind}": Program(partial(loop, kind=kind), alone=True, make=skipping)
@@ -536,7 +499,7 @@ PROGRAMS: dict[str, Program] = {
     },
     **{
         f"auxiliary loss by {way}": Program(partial(steps, count=2), make=partial(model_of, way), loss=auxiliary_loss)
-        for way in (*SEEN, *UNSEEN)
+        for way in WAYS
     },
     **{
         f"keys in a cache, {i}": Program(

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import zoo
+from harness import oracle
 from torch import Tensor
-from zoo import gaussian, relative, torch_newton_schulz
+from zoo import gaussian, relative
 
 from dmuon.kernels import (
     QUINTICS,
@@ -59,21 +60,10 @@ def test_gram_form_equals_standard_form_in_fp64(preset, restarts):
 def test_parity_with_torch_muon_in_fp32(method):
     for name, x in ZOO.items():
         ours = orthogonalize(x, coefficients="classic", method=method, eps=1e-7)
-        assert relative(ours, torch_newton_schulz(x, (3.4445, -4.7750, 2.0315), 5, 1e-7)) <= 5e-4, name
+        assert relative(ours, oracle.newton_schulz(x, [(3.4445, -4.7750, 2.0315)] * 5, 1e-7)) <= 5e-4, name
 
 
 # -- accuracy ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("preset", QUINTICS)
-@pytest.mark.parametrize("shape", [(16, 16), (32, 40), (64, 128), (64, 256)])
-def test_default_bf16_path_keeps_singular_values_in_range(preset, shape):
-    """That of fp16 does in test_stress.py."""
-    limit = ideal_maximum(preset) + 0.06
-    for name, x in zoo.matrices(*shape, 0).items():
-        ours = orthogonalize(x, coefficients=preset, dtype=torch.bfloat16)
-        assert ours.isfinite().all(), name
-        assert torch.linalg.matrix_norm(ours, 2).item() <= limit, name
 
 
 @pytest.mark.pitfall("P41")
@@ -97,15 +87,6 @@ def test_emulated_half_precision_holds_half_precision_values():
         ours = orthogonalize(ZOO["gaussian"], dtype=dtype)
         assert ours.dtype == torch.float32
         assert torch.equal(ours, ours.to(dtype).float())
-
-
-def test_emulated_fp16_is_what_torch_computes_in_fp16():
-    """One product of the emulation equals torch's own fp16 product up to accumulation order."""
-    arithmetic = Arithmetic(torch.float16, torch.float32)
-    a, b, c = (torch.randn(24, 24, generator=torch.Generator().manual_seed(i)).half() for i in range(3))
-    ours = arithmetic.add(c.float(), a.float(), b.float(), alpha=2.0, beta=-1.0)
-    assert torch.equal(ours, ours.half().float())
-    assert torch.allclose(ours, (2 * (a.double() @ b.double()) - c.double()).float(), rtol=2**-10, atol=1e-3)
 
 
 # -- scale, zero, NaN ----------------------------------------------------------------------------------------

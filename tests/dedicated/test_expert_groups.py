@@ -317,26 +317,6 @@ def test_a_plan_whose_owners_have_nothing_of_a_matrix_is_refused(rank: int, worl
         dedicated(plan=wrong)
 
 
-@on_ranks(2)
-def test_the_order_is_inside_first_and_lists_hold_each_module_once(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    model = Model()
-    experts = [block.experts for block in model.blocks]
-    for given, message in (
-        ([], "model is an empty list; give a module, or several"),
-        ([*experts, experts[0]], r"model\[0\], a Experts, lies in another module of the list; give each once"),
-        ([*experts, model.blocks[1]], r"model\[1\], a Experts, lies in another module of the list; give each once"),
-        ([experts[0], 3], "model must be an nn.Module, got int"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            dmuon.dedicate_params(given, mesh, costs="flops")  # type: ignore[arg-type]
-    dmuon.dedicate_params(model, mesh, costs="flops", select=lambda fqn, module, param: ".mix." in fqn)
-    with pytest.raises(ValueError, match=r"a Experts, lies in a Model that was dedicated .* inside first"):
-        dmuon.dedicate_params(experts, mesh, costs="flops")
-    with pytest.raises(ValueError, match="was called on 'this model' already; call it once per model"):
-        dmuon.dedicate_params(model, mesh, costs="flops")
-
-
 def half_dedicated() -> tuple[Model, DeviceMesh]:
     """Its experts are, over all ranks."""
     mesh = init_device_mesh("cpu", (2,))

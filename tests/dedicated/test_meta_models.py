@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -229,50 +228,11 @@ def test_what_nobody_initializes_is_nan_until_a_checkpoint_is_loaded(rank: int, 
     assert_same_tensors(full_state(model), dict(saved.state_dict()))
 
 
-def without_reset() -> nn.Module:
-    model = on_meta()
-    model.blocks[0].register_module("table", nn.ParameterList([nn.Parameter(torch.empty(3, device="meta"))]))
-    return model
-
-
-def half_there() -> nn.Module:
-    model = on_meta()
-    model.blocks[0].up.bias = nn.Parameter(torch.zeros(29))
-    return model
-
-
-REFUSED: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any], type[Exception], str]] = {
-    "no reset_parameters": (
-        lambda rank: without_reset(), {}, ValueError,
-        r"modules 'blocks\.0\.table' \(ParameterList\) are on the meta device and have no reset_parameters\(\)",
-    ),
-    "half of a module": (
-        lambda rank: half_there(), {}, ValueError, r"module 'blocks\.0\.up' has tensors on the meta device and",
-    ),
-    "no function": (
-        lambda rank: on_meta(), {"initialize": "normal"}, TypeError, "must be a function of a module, got str",
-    ),
-    "nothing to do": (
-        lambda rank: build(), {"initialize": numbered}, ValueError, "nothing of this one is there: its values are kept",
-    ),
-    "one rank's model": (
-        lambda rank: on_meta() if rank else alone(), {}, ValueError, r"parameter 'embed\.weight'.*on the meta device",
-    ),
-    "one rank's function": (
-        lambda rank: on_meta(), {"initialize": "of rank 0"}, ValueError, "option initialize",
-    ),
-}  # fmt: skip
-
-
 @on_ranks(2)
-def test_what_cannot_be_initialized_is_refused_on_every_rank(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    for name, (make, options, error, match) in REFUSED.items():
-        if options.get("initialize") == "of rank 0":
-            options = {"initialize": numbered if rank == 0 else None}
-        model = make(rank)
-        raised = raised_by(partial(dmuon.dedicate_params, model, mesh, costs="flops", **options))
-        assert raised.matches(error, match), (name, raised)
+def test_a_function_on_one_rank_alone_is_refused_on_every_rank(rank: int, world: int) -> None:
+    mesh, initialize = init_device_mesh("cpu", (world,)), None if rank else numbered
+    with pytest.raises(ValueError, match="option initialize"):
+        dmuon.dedicate_params(on_meta(), mesh, costs="flops", initialize=initialize)
 
 
 @on_ranks(4)

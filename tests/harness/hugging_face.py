@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import dmuon
+from harness.network import full_state
 
 VOCAB, LENGTH = 32, 8
 OPTIONS: dict[str, Any] = {"lr": 5e-3, "adamw_lr": 2e-3, "ns_coefficients": "classic"}  # of dmuon.Muon
@@ -93,14 +94,7 @@ def samples(number: int = 48) -> list[dict[str, Tensor]]:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Whole, whatever the model is. Collective."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    whole = get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    shared: list[Any] = [whole]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(shared, src=0)
-    return {name: value.clone() for name, value in shared[0].items()}
+    return full_state(model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model)
 
 
 def trainer_of(model: Any, folder: Path, batch: int, kind: Any = None, **arguments: Any) -> Any:

@@ -17,7 +17,7 @@ from harness.heard import heard
 from harness.network import Network, full_state, loss_of, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
-from harness.toy import OPTIONS, WIDTH, batch, build, train
+from harness.toy import OPTIONS, WIDTH, batch, build, train, trained
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -84,11 +84,6 @@ def test_torch_fully_shard_works_with_ignored_params(rank: int, world: int) -> N
     model = dedicated()
     shard_blocks(model, default_mesh(), ignored_params=dmuon.owned_parameters(model))
     assert_equal_weights(trained(model, rank, world), reference_weights(2))
-
-
-def trained(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
-    train(model, dmuon.Muon(model, **OPTIONS), range(2), rank, world)
-    return full_state(model)
 
 
 @pytest.mark.pitfall("P55")

@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+import dmuon
 from harness import network
-from harness.network import Block, Network, Size, loss_of, shard
+from harness.network import Block, Network, Size, full_state, loss_of, shard
 
 VOCAB, WIDTH, HIDDEN = 17, 13, 29
 SIZE = Size(WIDTH, HIDDEN, layers=3, vocabulary=VOCAB)
@@ -45,3 +46,9 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int = 0,
         tokens, targets = shard(batch(step), rank, world)
         loss_of(model, tokens.to(device), targets.to(device)).backward()
         optimizer.step()
+
+
+def trained(model: nn.Module, rank: int, world: int, steps: int = 2) -> dict[str, Tensor]:
+    """Whole weights after some steps by ``dmuon.Muon``. Collective."""
+    train(model, dmuon.Muon(model, **OPTIONS), range(steps), rank, world)
+    return full_state(model)

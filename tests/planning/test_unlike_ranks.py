@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.nn as nn
 from harness.assertions import assert_same_tensors, raised_by
-from harness.network import full_state, shard_blocks
+from harness.network import shard_blocks
 from harness.on_ranks import of_all_ranks, on_ranks
-from harness.toy import OPTIONS, build, train
+from harness.toy import OPTIONS, build, trained
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -98,9 +98,7 @@ def test_both_residencies_give_a_slow_rank_less_and_train_to_the_same_weights(ra
     assert abs(loads(even)[1] / sum(loads(even)) - 1 / 2) < 0.1
     assert abs(loads(found)[1] / sum(loads(found)) - 1 / 4) < 0.1
     assert sum(one.owner == 1 for one in exchanged) / len(exchanged) < 0.35
-    train(expected, dmuon.Muon(expected, **OPTIONS), range(2), rank, world)
-    train(model, dmuon.Muon(model, **OPTIONS), range(2), rank, world)
-    assert_same_tensors(full_state(model), full_state(expected))
+    assert_same_tensors(trained(model, rank, world), trained(expected, rank, world))
 
 
 @on_ranks(2)

@@ -287,6 +287,20 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"initialize": "normal"}, TypeError, "initialize must be a function of a module, got str"),
     ({"initialize": print}, ValueError, "nothing of this one is there: its values are kept; leave initialize out"),
+    ({"ns_coefficients": "quintic"}, ValueError, "ns_coefficients, ns_steps or ns_dtype: .*quintic"),
+    ({"ns_steps": 0}, ValueError, "ns_coefficients, ns_steps or ns_dtype: "),
+    ({"ns_dtype": "fp8"}, TypeError, "ns_coefficients, ns_steps or ns_dtype: "),
+    ({"ranks": "measured"}, TypeError, "ranks='measured' is no list of numbers; give a list of speeds"),
+    ({"ranks": [1.0, 0.0]}, ValueError, "holds what is no positive number"),
+    ({"ranks": [1.0]}, ValueError, "ranks= has 1 speeds, and the job 2 ranks"),
+    ({"plan": "no.json", "costs": None}, ValueError, "plan file no.json: no such file; check the path, or plan again"),
+    ({"plan": 3, "costs": None}, TypeError, r"plan must be None, a dmuon\.OwnerPlan or the path of one, got int"),
+    ({"plan": "p"}, ValueError, "costs= says how to plan, and plan= is a plan .*; leave"),
+    (
+        {"plan": "p", "costs": None, "solve": dmuon.solver.SolveOptions(method="greedy")},
+        ValueError,
+        "solve= says how to plan, and plan= is a plan .*; leave",
+    ),
     ({"blocks": "blocks"}, ValueError, "blocks: str is not a submodule"),
 ]
 EVERYWHERE |= {
@@ -381,6 +395,7 @@ ONE_RANK: dict[str, tuple[Callable[[Network], Any], type[Exception], str]] = {
         lambda _: {"comm": dmuon.CommOptions(prefetch=3)},
         ValueError, r"option comm is .*prefetch=3.* on rank 1 and .*prefetch=1.* on rank 0",
     ),
+    "other speeds": (lambda _: {"ranks": [1.0, 0.5]}, ValueError, "option ranks .* on rank 1 .* on rank 0"),
     "wrapped": (
         lambda m: m.blocks.__setitem__(0, nn.DataParallel(m.blocks[0])),
         ValueError, r"module 'blocks\.0' is wrapped in DataParallel",

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import zoo
 from harness import oracle
-from torch import Tensor
 from zoo import gaussian, relative
 
 from dmuon.kernels import (
@@ -22,8 +19,6 @@ from dmuon.kernels import (
     iterate,
     normalize,
     orthogonalize,
-    run,
-    sliced_variant,
 )
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
@@ -305,38 +300,3 @@ def test_each_option_changes_what_it_names(monkeypatch):
 def test_bad_input_is_refused_by_name(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-# -- slices ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("coefficients", ["polar_express", "squares"])
-@pytest.mark.parametrize(("shape", "count"), [((6, 40), 2), ((6, 40), 5), ((8, 8), 3), ((5, 3), 1)])
-def test_slices_that_add_up_their_gram_matrices_are_parts_of_the_whole(
-    shape: tuple[int, int], count: int, coefficients: str
-) -> None:
-    """Each slice runs in a thread of its own; the last one that comes adds up."""
-    small, large = sorted(shape)
-    x = torch.randn(small, large, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x /= x.norm()
-    sequence = coefficient_sequence(coefficients, 5)
-    waiting: list[Tensor] = []
-
-    def add_up() -> None:
-        total = torch.stack(waiting).sum(0)
-        for gram in waiting:
-            gram.copy_(total)
-        waiting.clear()
-
-    barrier = threading.Barrier(count, action=add_up)
-
-    def total(gram: Tensor) -> None:
-        waiting.append(gram)
-        barrier.wait(timeout=20)
-
-    variant = sliced_variant(shape, 1, count, sequence, torch.float64, torch.device("cpu"))
-    slices = [part.clone()[None] for part in x.tensor_split(count, 1)]
-    with ThreadPoolExecutor(count) as pool:
-        found = list(pool.map(lambda part: run(part, variant, sequence, torch.float64, total), slices))
-    whole = orthogonalize(x, coefficients=coefficients)
-    assert (torch.cat(found, 2)[0] - whole).norm() <= 1e-9 * whole.norm()

@@ -144,7 +144,6 @@ KEPT_HIDDEN = HIDDEN[1:]
 CACHED = [f"keys in a cache, {i}" for i in range(len(TOWERS))]
 ALONE = [name for name, program in PROGRAMS.items() if program.alone]
 TWICE = "block called twice"
-RECURRENT = "behind a recurrent layer"  # which keeps references to its weights, so that FSDP2 does not take it
 
 
 def all_of(layouts: Iterable[str], programs: Iterable[str], **fixed: Any) -> list[Case]:
@@ -212,7 +211,6 @@ SLOW: list[Case] = [
     *all_of(["fsdp2-3", "fsdp2-hsdp", "fsdp2-tp", "tp-alone", "ddp", "cp-mesh"], ["ten steps"]),
     *(Case("fsdp2-tp", "steps", options=options) for options in SCHEDULES),
     *all_of(["1d-two-lines"], [*SMALL_MODELS, *CONVNETS]),
-    *all_of(["fsdp2-2"], [name for name in (*SMALL_MODELS, *CONVNETS) if name != RECURRENT]),
 ]
 IN_ONE_CALL = 24  # how many cases; a call has a time limit
 

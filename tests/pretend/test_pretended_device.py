@@ -18,7 +18,7 @@ from harness.dtensors import local_tensor
 from harness.inside import buckets_of
 from harness.network import Block, full_state
 from harness.topologies import LAYOUTS, lay
-from harness.toy import OPTIONS, SIZE, VOCAB, WIDTH, batch, build, train
+from harness.toy import OPTIONS, SIZE, WIDTH, Auxiliary, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -237,34 +237,18 @@ def test_outputs_on_two_devices_have_the_gradients_of_the_cpu(device_ranks: Rank
     assert device_ranks(2, both_outputs) == [[], []]
 
 
-class HeadOfOneRank(nn.Module):
-    """An auxiliary head, the last parameters and so the first to be averaged, is used on rank 0 only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = build()
-        self.head = nn.Linear(VOCAB, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.body(tokens)
-        return logits.square().mean() + (self.head(logits).square().mean() if dist.get_rank() == 0 else 0)
-
-
-def use_a_head_on_one_rank(_rank: int, world: int) -> None:
+def use_a_norm_on_one_rank(_rank: int, world: int) -> None:
     torch.manual_seed(0)
-    model = HeadOfOneRank().to("pretend")
+    model = Auxiliary().to("pretend")
     options = dmuon.CommOptions(timeout=timedelta(seconds=5))
     with buckets_of(64):
         dmuon.dedicate_params(model, init_device_mesh("pretend", (world,)), costs="flops", comm=options)
         optimizer = dmuon.Muon(model, **OPTIONS, **FP32)
-        for step in range(4):
-            optimizer.zero_grad()
-            model(batch(step)[0].to("pretend")).backward()
-            optimizer.step()
+        train(model, optimizer, range(4))
 
 
 def test_ranks_that_use_different_parameters_make_communicators_in_one_order(device_ranks: Ranks) -> None:
-    device_ranks(2, use_a_head_on_one_rank)
+    device_ranks(2, use_a_norm_on_one_rank)
 
 
 def copy_to_host() -> None:

@@ -17,7 +17,7 @@ from harness.dtensors import local_tensor
 from harness.network import full_state, tensor_parallel
 from harness.on_ranks import on_ranks
 from harness.topologies import LAYOUTS, lay
-from harness.toy import OPTIONS, build
+from harness.toy import build
 from harness.traffic import live_bytes
 from harness.trees import linear, node, stack
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -107,11 +107,7 @@ def test_values_are_those_of_one_process_that_initializes_all_modules(
     assert torch.equal(model.blocks[1].angles.angles, expected.blocks[1].angles.angles)
     reference = lay(name, alone(tied))
     for each in (laid, reference):
-        optimizer = dmuon.Muon(each.model, **OPTIONS)
-        for step in range(2):
-            each.backward(step)
-            optimizer.step()
-            optimizer.zero_grad()
+        each.train(each.optimizer(), range(2))
     assert_same_tensors(full_state(model), full_state(reference.model))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from harness.inside import buckets_of
 from harness.network import Network, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import Reference
-from harness.toy import OPTIONS, SIZE, batch, build
+from harness.toy import OPTIONS, SIZE, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -54,30 +55,21 @@ class Changing(Network):
         return self.head(self.norm(x))
 
 
-@cache
-def reference(change: str) -> dict[str, Tensor]:
-    model = Changing(change)
-    optimizer = Reference(model)
+def train_changing(model: Changing, optimizer: Any, rank: int = 0, world: int = 1) -> None:
     for step in range(STEPS):
         model.step = step
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        train(model, optimizer, [step], rank, world)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("change", ["unused", "checkpointed"])
 def test_averages_are_right_when_gradients_begin_to_come_otherwise(rank: int, world: int, change: str) -> None:
+    alone = Changing(change)
+    train_changing(alone, Reference(alone))
     with buckets_of(64):
         model = dedicate(Changing(change))
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        for step in range(STEPS):
-            model.step = step
-            optimizer.zero_grad()
-            loss_of(model, *shard(batch(step), rank, world)).backward()
-            optimizer.step()
-    assert_equal_weights(full_state(model), reference(change))
+        train_changing(model, dmuon.Muon(model, **OPTIONS), rank, world)
+    assert_equal_weights(full_state(model), full_state(alone))
 
 
 @on_ranks(2)

@@ -176,13 +176,10 @@ def test_wrong_option_is_named_and_ends_with_code_2(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "number"),
-    [
-        pytest.param("adamw", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("dedicated", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("dmuon", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    [("adamw", signal.SIGKILL), ("dedicated", signal.SIGINT), ("dmuon", signal.SIGTERM)],
 )
 def test_resume_equals_the_uninterrupted_run(
     tmp_path: Path, uninterrupted: Path, optimizer: str, number: signal.Signals

@@ -51,6 +51,12 @@ def batch(step: int, rows: int = 12) -> tuple[Tensor, Tensor]:
     return network.batch(SIZE, rows, 5, step, CPU)
 
 
+def trained(model: nn.Module, rank: int, world: int, steps: int = 2) -> dict[str, Tensor]:
+    """Whole weights after some steps by ``dmuon.Muon``. Collective."""
+    train(model, dmuon.Muon(model, **OPTIONS), range(steps), rank, world)
+    return full_state(model)
+
+
 def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int = 0, world: int = 1) -> None:
     """Step on this rank's part of each of these global batches."""
     device = next(model.parameters()).device
@@ -59,9 +65,3 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int = 0,
         tokens, targets = shard(batch(step), rank, world)
         loss_of(model, tokens.to(device), targets.to(device)).backward()
         optimizer.step()
-
-
-def trained(model: nn.Module, rank: int, world: int, steps: int = 2) -> dict[str, Tensor]:
-    """Whole weights after some steps by ``dmuon.Muon``. Collective."""
-    train(model, dmuon.Muon(model, **OPTIONS), range(steps), rank, world)
-    return full_state(model)

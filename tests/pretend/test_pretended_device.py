@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.assertions import about
 from harness.dtensors import local_tensor
 from harness.inside import buckets_of
 from harness.network import Block, full_state
@@ -111,13 +112,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_toy_trains_to_the_bits_of_the_cpu(device_ranks: Ranks, case: str) -> None:
-    name, *how = CASES[case]
-    results = device_ranks(LAYOUTS[name].world, compare, name, *how)
-    assert [wrong for _, wrong in results] == [{}] * LAYOUTS[name].world
-    for overlapped, _ in results:
-        assert all(overlapped) if OVERLAP.items() <= how[2].items() and "tp" not in name else not any(overlapped)
+def compare_all(rank: int, world: int, cases: list[str]) -> list[tuple[list[int], Any]]:
+    return [compare(rank, world, *CASES[case]) for case in cases]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_toy_trains_to_the_bits_of_the_cpu(device_ranks: Ranks, world: int) -> None:
+    cases = [case for case, (name, *_) in CASES.items() if LAYOUTS[name].world == world]
+    for of_rank in device_ranks(world, compare_all, cases):
+        for case, (overlapped, wrong) in zip(cases, of_rank, strict=True):
+            name, _, _, muon, _ = CASES[case]
+            with about(case):
+                assert wrong == {}
+                assert all(overlapped) if OVERLAP.items() <= muon.items() and "tp" not in name else not any(overlapped)
 
 
 def alone(_rank: int, _world: int) -> dict[str, float]:

@@ -242,16 +242,73 @@ def accumulate(model: nn.Module, kind: str) -> None:
         dmuon.set_requires_all_reduce(model, kind == "full")
 
 
-def dropped_batch(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(3):
+def to_none_by_hand(model: nn.Module, _optimizer: Any) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def delete_gradients(model: nn.Module, _optimizer: Any) -> None:
+    for param in model.parameters():
+        del param.grad
+
+
+CLEARS: list[Callable[[nn.Module, Any], None]] = [
+    lambda model, optimizer: model.zero_grad(),
+    lambda model, optimizer: model.zero_grad(set_to_none=False),
+    lambda model, optimizer: optimizer.zero_grad(),
+    lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    to_none_by_hand,
+    delete_gradients,
+]
+
+
+def cleared(model: nn.Module, optimizer: Any, loss: Loss, *, kind: str) -> None:
+    """Gradients of an accumulation that was given up reach no step, however they were cleared."""
+    for step, clear in enumerate(CLEARS):
+        accumulate(model, kind)
         loss(10 + step).backward()
-        if step == 1:
-            model.zero_grad()  # not the optimizer's: a skipped step must leave nothing behind whoever clears it
-        else:
-            optimizer.zero_grad()
+        clear(model, optimizer)
+        left = [n for n, p in model.named_parameters() if p.grad is not None and local_tensor(p.grad).any()]
+        assert not left, f"step {step}: {left}"
+        accumulate(model, "full")
         loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+HOOKED = ("blocks.0.mix.weight", "blocks.1.up.weight", "blocks.2.down.weight")
+
+
+def register_hooks(model: nn.Module) -> list[Any]:
+    """Of each matrix two that change what is learnt, and one that comes after them."""
+
+    def reverse(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(-2.0)
+
+    handles = []
+    for name in HOOKED:
+        param = model.get_parameter(name)
+        handles.append(param.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3)))
+        handles.append(param.register_hook(lambda grad: grad * 0.5 + 1e-4))
+        handles.append(param.register_post_accumulate_grad_hook(reverse))
+    return handles
+
+
+def with_hooks() -> Network:
+    """They are there before anything is laid out."""
+    model = build()
+    model.hooks = register_hooks(model)
+    return model
+
+
+def hooked(model: Any, optimizer: Any, loss: Loss) -> None:
+    """Hooks see what the owner gets, until they are removed."""
+    handles = getattr(model, "hooks", None) or register_hooks(model)
+    steps(model, optimizer, loss, count=3)
+    for handle in handles:
+        handle.remove()
+    steps(model, optimizer, loss, count=1)
 
 
 def two_forwards_two_backwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
@@ -489,7 +546,10 @@ PROGRAMS: dict[str, Program] = {
     },
     "only forwards": Program(only_forwards, alone=True),
     "exceptions": Program(exceptions, alone=True),
-    "dropped batch": Program(dropped_batch),
+    "cleared, full": Program(partial(cleared, kind="full")),
+    **{f"cleared, {kind}": Program(partial(cleared, kind=kind), alone=True) for kind in ("none", "replica")},
+    "gradient hooks": Program(hooked),
+    "gradient hooks from before": Program(hooked, make=with_hooks),
     "two forwards two backwards": Program(two_forwards_two_backwards),
     **{f"momentum {how}": Program(partial(reset_momentum, how=how)) for how in ("replaced", "cleared", "zeroed")},
     **{

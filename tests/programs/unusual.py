@@ -226,6 +226,24 @@ class OptionalBlock(nn.Module):
         return x + self.mix(x) + (self.extra(x) if use else 0.0)
 
 
+# Of each micro-batch of a step, which of its four parts use the optional matrices, and its kind; how many are unused.
+USES: list[tuple[list[tuple[tuple[bool, ...], str]], int]] = [
+    ([((False, True, False, False), "replica"), ((False,) * 4, "full")], 0),
+    ([((False, False, False, True), "none"), ((True, False, False, False), "replica"), ((False,) * 4, "full")], 0),
+    ([((False,) * 4, "replica"), ((False,) * 4, "full")], 5),
+    ([((True, False, False, False), "replica"), ((False, False, True, False), "full")], 0),
+]
+
+
+def optional_loss(model: nn.Module, step: int, part: int, parts: int, _: torch.dtype) -> Tensor:
+    """``step``: ten times that of the loop, and the number of the micro-batch."""
+    x = torch.randn(4, 4, WIDTH, generator=torch.Generator().manual_seed(step))
+    uses, _kind = USES[step // 10][0][step % 10]
+    mine = range(4 * part // parts, 4 * (part + 1) // parts)
+    total: Tensor = sum(model(x[i], uses[i]).square().mean() for i in mine) / len(mine)
+    return total
+
+
 # -- training loops -------------------------------------------------------------------------------------------------
 
 Loss = Callable[[int], Tensor]
@@ -436,6 +454,17 @@ def clipped(model: nn.Module, optimizer: Any, loss: Loss, *, by: str) -> None:
         optimizer.step()
 
 
+def used_by_some(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """A parameter that no rank used keeps ``grad is None`` and is skipped."""
+    for step, (micro, unused) in enumerate(USES):
+        optimizer.zero_grad()
+        for i, (_, kind) in enumerate(micro):
+            accumulate(model, kind)
+            loss(10 * step + i).backward()
+        assert sum(p.grad is None for p in model.parameters()) == unused
+        optimizer.step()
+
+
 SCALE, POISONED = 2.0**10, 1
 
 
@@ -545,6 +574,13 @@ PROGRAMS: dict[str, Program] = {
         for kind in KINDS
     },
     "only forwards": Program(only_forwards, alone=True),
+    "used by some ranks": Program(
+        used_by_some,
+        alone=True,
+        make=Optional,
+        matrix=lambda name: name.startswith("blocks.") and name.endswith("weight"),
+        loss=optional_loss,
+    ),
     "exceptions": Program(exceptions, alone=True),
     "cleared, full": Program(partial(cleared, kind="full")),
     **{f"cleared, {kind}": Program(partial(cleared, kind=kind), alone=True) for kind in ("none", "replica")},

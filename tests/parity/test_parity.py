@@ -174,7 +174,7 @@ QUICK: list[Case] = [
         for layout in ("1d-two-lines", "ddp-2")
         for program in KEPT_HIDDEN
     ),
-    *all_of(["1d-two-lines"], ["exceptions", "skipped last, none", "layers that are attributes"]),
+    *all_of(["1d-two-lines"], ["exceptions", "skipped last, none", "layers that are attributes", "norms in the loss"]),
     *all_of(["hsdp"], ["accumulated locally", "accumulated in replicas"]),
     *all_of(["1d-two-lines", "ddp-2"], ["cleared, none", *HOOKS]),
     *all_of(["1d-two-lines"], ["gradient hooks"], muon={"overlap_backward": True}),

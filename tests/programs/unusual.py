@@ -517,6 +517,13 @@ def network_loss(model: nn.Module, step: int, part: int, parts: int, dtype: torc
     return loss_of(model, *shard(batch(step), part, parts), dtype)
 
 
+def penalized_loss(model: nn.Module, step: int, part: int, parts: int, dtype: torch.dtype) -> Tensor:
+    """With norms of the matrices, which an owner alone holds."""
+    matrices = [p for name, p in model.named_parameters() if is_matrix(name)]
+    penalty = 0.3 * sum(p.norm() for p in matrices) + 0.1 * sum(p.norm(1) + p.norm(3) for p in matrices)
+    return network_loss(model, step, part, parts, dtype) + penalty
+
+
 @dataclass(frozen=True)
 class Program:
     """A training loop, and the model that it trains.
@@ -565,6 +572,7 @@ PROGRAMS: dict[str, Program] = {
     "accumulated": Program(partial(accumulated, kind="full")),
     "accumulated locally": Program(partial(accumulated, kind="none")),
     "accumulated in replicas": Program(partial(accumulated, kind="replica")),
+    "norms in the loss": Program(partial(steps, count=2), loss=penalized_loss),
     "clipped": Program(partial(clipped, by="dmuon")),
     "clipped by torch": Program(partial(clipped, by="torch")),
     "scaled": Program(scaled, make=partial(build, hidden=28)),

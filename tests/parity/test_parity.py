@@ -181,7 +181,7 @@ QUICK: list[Case] = [
     *all_of(["1d-two-lines", "hsdp-two-lines", "ddp-4"], ["used by some ranks"]),
     *all_of(["1d-two-lines"], ["used by some ranks"], keep=True),
     *all_of(["hsdp-two-lines"], ["used by some ranks"], options={"merge_bytes": MERGED}),
-    *all_of(["ddp-2"], ["steps", "accumulated"]),
+    *all_of(["ddp-2"], ["steps", "accumulated", "auxiliary loss, accumulated locally"]),
     *in_turn(["ddp-2"], KINDS[:8]),
     *all_of(["ddp-2"], ["two dtypes"], options={"merge_bytes": MERGED}),
     *all_of(["hsdp-two-lines"], ["two dtypes"]),

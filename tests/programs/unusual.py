@@ -605,6 +605,9 @@ PROGRAMS: dict[str, Program] = {
         f"auxiliary loss by {way}": Program(partial(steps, count=2), make=partial(model_of, way), loss=auxiliary_loss)
         for way in WAYS
     },
+    "auxiliary loss, accumulated locally": Program(
+        partial(accumulated, kind="none"), alone=True, make=partial(model_of, "board"), loss=auxiliary_loss
+    ),
     **{
         f"keys in a cache, {i}": Program(
             partial(steps, count=2), make=partial(Towers, *way), matrix=_matrix, loss=towers_loss

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from harness.dedicated_toy import dedicate
 from harness.on_ranks import on_ranks
 from harness.topologies import lay
 from programs.left_behind import auxiliary_loss, model_of
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import dmuon
 from dmuon.dedicated.dedication import dedications
 
 pytestmark = pytest.mark.pitfall("P66", "P83")
@@ -50,8 +49,7 @@ class Toy(nn.Module):
 
 
 def dedicated(forward: Callable[[nn.Module, Any], Any], **options: Any) -> Toy:
-    model = Toy(forward)
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", **options)
+    model: Toy = dedicate(Toy(forward), **options)
     return model
 
 

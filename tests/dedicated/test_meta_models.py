@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_same_tensors, raised_by
+from harness.dedicated_toy import dedicate
 from harness.dtensors import local_tensor
 from harness.network import full_state, tensor_parallel
 from harness.on_ranks import on_ranks
@@ -187,12 +188,11 @@ FAILING: list[tuple[Callable[[], nn.Module], Callable[..., None], str]] = [
 
 @on_ranks(2)
 def test_a_failure_of_the_first_rank_ends_all_and_leaves_the_model_as_it_was(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
     for make, initialize, says in FAILING:
         model = make()
         params = dict(model.named_parameters())
         given = MethodType(initialize, model) if initialize is of_a_child else initialize
-        raised = raised_by(partial(dmuon.dedicate_params, model, mesh, costs="flops", initialize=given))
+        raised = raised_by(partial(dedicate, model, initialize=given))
         if rank == 0:
             assert raised.matches(RuntimeError, f"initializing .*{says}"), raised
         else:
@@ -200,13 +200,12 @@ def test_a_failure_of_the_first_rank_ends_all_and_leaves_the_model_as_it_was(ran
             assert raised.matches(dmuon.CollectiveError, given_up), raised
         assert all(dict(model.named_parameters())[name] is param for name, param in params.items())
     torch.manual_seed(3)
-    dmuon.dedicate_params(model, mesh, costs="flops")
+    dedicate(model)
     assert_same_tensors(full_state(model), dict(alone().state_dict()))
 
 
 @on_ranks(2)
 def test_what_nobody_initializes_is_nan_until_a_checkpoint_is_loaded(rank: int, world: int, tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (world,))
     saved = alone()
     dcp.save(saved.state_dict(), checkpoint_id=tmp_path)
     model = on_meta()
@@ -215,7 +214,7 @@ def test_what_nobody_initializes_is_nan_until_a_checkpoint_is_loaded(rank: int, 
         if isinstance(module, Angles):
             module.angles.fill_(1.0)
 
-    dmuon.dedicate_params(model, mesh, costs="flops", initialize=initialize)
+    dedicate(model, initialize=initialize)
     assert torch.isnan(model.embed.weight).all() and (model.blocks[1].angles.angles == 1).all()
     assert all(torch.isnan(local_tensor(p)).all() for p in dmuon.owned_parameters(model))
     state = get_model_state_dict(model)
@@ -226,9 +225,8 @@ def test_what_nobody_initializes_is_nan_until_a_checkpoint_is_loaded(rank: int, 
 
 @on_ranks(2)
 def test_a_function_on_one_rank_alone_is_refused_on_every_rank(rank: int, world: int) -> None:
-    mesh, initialize = init_device_mesh("cpu", (world,)), None if rank else numbered
     with pytest.raises(ValueError, match="option initialize"):
-        dmuon.dedicate_params(on_meta(), mesh, costs="flops", initialize=initialize)
+        dedicate(on_meta(), initialize=None if rank else numbered)
 
 
 @on_ranks(4)

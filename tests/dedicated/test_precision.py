@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from harness.assertions import assert_equal_weights, relative_errors
+from harness.dedicated_toy import dedicate, dedicated
 from harness.dtensors import local_tensor
 from harness.network import full_state, is_matrix, loss_of, shard
 from harness.on_ranks import on_ranks
@@ -15,7 +16,6 @@ from harness.oracle import Reference, reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
@@ -106,8 +106,7 @@ def test_fp32_masters_accumulate_updates_that_bf16_loses(rank: int, world: int) 
     """Every element moves by about 1e-6 a step; half a unit in the last place of bf16 is 4e-4 at 0.2."""
     steps = 20
     start = only_matrices(build().to(BF16).state_dict())
-    model = build().to(BF16)
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    model = dedicate(build().to(BF16))
     optimizer = dmuon.Muon(model, lr=TINY, weight_decay=0.0, ns_coefficients="classic", adamw_lr=0.0)
     inside: set[torch.dtype] = set()
     model.blocks[0].mix.register_forward_pre_hook(lambda m, _: inside.add(m.weight.dtype))
@@ -141,8 +140,7 @@ def test_fp32_masters_accumulate_updates_that_bf16_loses(rank: int, world: int) 
 @on_ranks(2)
 def test_nan_gradient_of_one_owner_spares_every_other_matrix(rank: int, world: int) -> None:
     """One NaN in the gradient that the owner received, after the reduction."""
-    model = build()
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    model = dedicated()
     optimizer = dmuon.Muon(model, **OPTIONS)
     loss_of(model, *shard(batch(0), rank, world)).backward()
     grad = local_tensor(model.blocks[1].mix.weight.grad)

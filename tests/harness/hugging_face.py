@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 from harness.network import full_state
@@ -85,6 +86,20 @@ def build(kind: str = "llama", **options: Any) -> Any:
         kind, vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, use_cache=False, **_SIZES[kind], **options
     )
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def dedicate(model: Any, sharded: bool = False, names: tuple[str, ...] | None = None) -> Any:
+    """Let dmuon own the matrices of a llama, over all ranks, and FSDP2 shard the rest if so wanted. Collective.
+
+    Args:
+        names: of the dimension of the mesh.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=names)
+    dmuon.dedicate_params(model, mesh, costs="flops")
+    layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+    for module in (*layers, model) if sharded else ():
+        dmuon.fully_shard(module, mesh=mesh)
+    return model
 
 
 def samples(number: int = 48) -> list[dict[str, Tensor]]:

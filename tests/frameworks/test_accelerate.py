@@ -11,7 +11,6 @@ from harness.hugging_face import (
     MATRICES,
     OPTIONS,
     build,
-    dedicate,
     launched,
     samples,
     shared_folder,
@@ -20,6 +19,7 @@ from harness.hugging_face import (
 )
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dmuon
@@ -76,7 +76,12 @@ class Run:
         world = self.accelerator.num_processes
         loader = torch.utils.data.DataLoader(samples(), batch_size=BATCH // MICRO // world)  # type: ignore[arg-type]
         if kind in LAID_OUT:
-            dedicate(model, kind == SHARDED)
+            mesh = init_device_mesh("cpu", (world,))
+            dmuon.dedicate_params(model, mesh, costs="flops")
+            for block in model.model.layers if kind == SHARDED else ():
+                dmuon.fully_shard(block, mesh=mesh)
+            if kind == SHARDED:
+                dmuon.fully_shard(model, mesh=mesh)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, dmuon.Muon(model, **OPTIONS), loader)
         self.norms: list[float] = []
 
@@ -175,7 +180,8 @@ def test_accelerators_that_do_not_fit_are_refused_with_the_one_that_does(rank: i
     from dmuon.integrations.accelerate import DedicatedAccelerator
 
     with launched(rank, world):
-        model = dedicate(build())
+        model = build()
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
         with pytest.raises(RuntimeError, match=r"dmuon\.integrations\.accelerate\.DedicatedAccelerator"):
             accelerate.Accelerator(cpu=True).prepare(model)
     with launched(rank, world):

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.assertions import assert_equal_weights, assert_same_tensors
-from harness.hugging_face import OPTIONS, build, dedicate, launched, samples, shared_folder, trainer_of, weights_of
+from harness.hugging_face import OPTIONS, build, launched, samples, shared_folder, trainer_of, weights_of
 from harness.on_ranks import on_ranks, over_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
@@ -78,7 +79,8 @@ def test_adapters_of_a_dedicated_model_train_save_and_merge(rank: int, world: in
 
     expected, merged = merged_in_one_process()
     with shared_folder() as folder, launched(rank, 1):
-        model = dedicate(adapted())
+        model = adapted()
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
         optimizer = dmuon.Muon(model, **OPTIONS)
         train(model, optimizer, rank, world)
         assert over_ranks(optimizer.last_step.ns_matrices) == ADAPTERS
@@ -103,7 +105,9 @@ def test_trainer_saves_and_resumes_adapters_of_a_dedicated_model(rank: int, worl
     from dmuon.integrations.transformers import DedicatedTrainer
 
     def run(folder: Path) -> Any:
-        return trainer_of(dedicate(adapted()), folder, 4, DedicatedTrainer, save_strategy="steps", save_steps=2)
+        model = adapted()
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+        return trainer_of(model, folder, 4, DedicatedTrainer, save_strategy="steps", save_steps=2)
 
     with shared_folder() as folder:
         with launched(rank, 1):

@@ -22,13 +22,19 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 VOCAB, STEPS = 32, 2
+ZAMBA: dict[str, dict[str, Any]] = {
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 32, "mamba_dt_rank": 4}
+    | {"attn_layer_period": 3, "attn_layer_offset": 2},
+    "zamba2": {"mamba_ngroups": 1, "num_mem_blocks": 1, "hybrid_layer_ids": [2, 5], "adapter_rank": 4}
+    | {"layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "use_mem_rope": False},
+}
 
 
-def zamba() -> Any:
+def zamba(kind: str) -> Any:
     """Layers of which some share an attention block."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
-        "zamba2",
+        kind,
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
@@ -40,12 +46,7 @@ def zamba() -> Any:
         mamba_expand=2,
         use_mamba_kernels=False,
         use_cache=False,
-        mamba_ngroups=1,
-        num_mem_blocks=1,
-        hybrid_layer_ids=[2, 5],
-        adapter_rank=4,
-        layers_block_type=["mamba", "mamba", "hybrid"] * 2,
-        use_mem_rope=False,
+        **ZAMBA[kind],
     )
     return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -78,18 +79,19 @@ def untied(model: Any) -> Any:
     return model
 
 
+@pytest.mark.parametrize("kind", ZAMBA)
 @pytest.mark.parametrize("remedy", ["exclude", "blocks", "untie"])
 @on_ranks(2, timeout=180.0)
-def test_shared_layers_train_dedicated_by_each_remedy(rank: int, world: int, remedy: str) -> None:
+def test_shared_layers_train_dedicated_by_each_remedy(rank: int, world: int, kind: str, remedy: str) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    message = refused(zamba(), mesh)
-    make: Callable[[], Any] = (lambda: untied(zamba())) if remedy == "untie" else zamba
+    message = refused(zamba(kind), mesh)
+    make: Callable[[str], Any] = (lambda k: untied(zamba(k))) if remedy == "untie" else zamba
     routing = {"exclude": excluded(message)} if remedy == "exclude" else {}
     with launched(rank, 1):
-        alone = make()
+        alone = make(kind)
         expected = dmuon.Muon(alone, **OPTIONS, **routing)
         train(alone, expected)
-        model = make()
+        model = make(kind)
         blocks = [model] if remedy == "blocks" else None
         dmuon.dedicate_params(model, mesh, costs="flops", blocks=blocks, **routing)
         optimizer = dmuon.Muon(model, **OPTIONS)

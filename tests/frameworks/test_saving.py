@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.assertions import assert_same_tensors
-from harness.hugging_face import build, dedicate, launched, shared_folder
+from harness.hugging_face import build, launched, shared_folder
 from harness.on_ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import dmuon
 
 peft = pytest.importorskip("peft", reason="peft is not installed (the extra 'frameworks')")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'frameworks')")
@@ -24,12 +27,16 @@ OF_SHARDS = rf"{REFUSED}|data pointer on an invalid python storage"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def dedicated(*, sharded: bool, adapters: bool = False) -> Any:
+def dedicated(world: int, *, sharded: bool, adapters: bool = False) -> Any:
     model = build()
     if adapters:
         torch.manual_seed(2)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    return dedicate(model, sharded)
+    mesh = init_device_mesh("cpu", (world,))
+    dmuon.dedicate_params(model, mesh, costs="flops")
+    if sharded:
+        dmuon.fully_shard(model, mesh=mesh)
+    return model
 
 
 def ways(model: Any, folder: Path) -> dict[str, Callable[[], Any]]:
@@ -51,7 +58,7 @@ def ways(model: Any, folder: Path) -> dict[str, Callable[[], Any]]:
 def test_model_is_saved_whole_or_not_at_all(rank: int, world: int, sharded: bool) -> None:
     expected = dict(build().state_dict())
     with shared_folder() as folder, launched(rank, 1):
-        model = dedicated(sharded=sharded)
+        model = dedicated(world, sharded=sharded)
         own = folder / str(rank)  # ranks that write the same file would hide what each does
         own.mkdir()
         for way in ways(model, own).values():
@@ -70,7 +77,7 @@ def test_model_is_saved_whole_or_not_at_all(rank: int, world: int, sharded: bool
 @on_ranks(2, timeout=180.0)
 def test_adapters_are_saved_whole_or_not_at_all(rank: int, world: int, sharded: bool) -> None:
     with shared_folder() as folder, launched(rank, 1):
-        model = dedicated(sharded=sharded, adapters=True)
+        model = dedicated(world, sharded=sharded, adapters=True)
         expected = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         with pytest.raises(RuntimeError, match=REFUSED):
             model.save_pretrained(folder / str(rank))

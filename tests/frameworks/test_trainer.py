@@ -11,7 +11,6 @@ from harness.assertions import assert_equal_weights, assert_same_tensors
 from harness.hugging_face import (
     MATRICES,
     build,
-    dedicate,
     grad_norms,
     launched,
     optimizer_of,
@@ -20,7 +19,10 @@ from harness.hugging_face import (
     weights_of,
 )
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+
+import dmuon
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (the extra 'frameworks')")
 pytest.importorskip("transformers", reason="transformers is not installed (the extra 'frameworks')")
@@ -60,7 +62,7 @@ FSDP2: dict[str, Any] = {
 
 
 @pytest.mark.pitfall("P74")
-@pytest.mark.parametrize("kind", ["ddp", "SHARDED_STATE_DICT"])  # whole ones of FSDP2: test_accelerate.py
+@pytest.mark.parametrize("kind", ["ddp", "FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @on_ranks(2, timeout=180.0)
 def test_run_under_bf16_autocast_resumes_with_the_same_bits(rank: int, world: int, kind: str) -> None:
     options: dict[str, Any] = {"bf16": True, "save_strategy": "steps", "save_steps": 2}
@@ -86,9 +88,21 @@ def test_run_under_bf16_autocast_resumes_with_the_same_bits(rank: int, world: in
             assert_same_tensors(weights_of(resumed.model_wrapped), weights)
 
 
-Layout = tuple[bool, tuple[str, ...] | None]  # whether FSDP2 shards the rest, and names of the mesh's dimensions
-SHARDED: Layout = (True, None)
-COPIES: Layout = (False, ("replicate",))
+Layout = tuple[tuple[str, ...], bool]  # names of the mesh's dimensions, and whether FSDP2 shards the rest
+SHARDED: Layout = ((), True)
+COPIES: Layout = (("replicate",), False)
+
+
+def dedicated(world: int, layout: Layout, **options: Any) -> Any:
+    model = build(**options)
+    names, sharded = layout
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=names or None)
+    dmuon.dedicate_params(model, mesh, costs="flops")
+    for block in model.model.layers if sharded else ():
+        dmuon.fully_shard(block, mesh=mesh)
+    if sharded:
+        dmuon.fully_shard(model, mesh=mesh)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -113,7 +127,7 @@ def test_dedicated_model_trains_saves_and_resumes(
             expected, loss = weights_of(alone.model), alone.evaluate()["eval_loss"]
 
         def run(kept: Layout) -> Any:
-            model = dedicate(build(tie_word_embeddings=tied), *kept)
+            model = dedicated(world, kept, tie_word_embeddings=tied)
             return trainer_of(model, folder / "together", 4, DedicatedTrainer, load_best_model_at_end=True, **options)
 
         with launched(rank, world):
@@ -147,8 +161,8 @@ def test_trainers_that_do_not_fit_are_refused_with_the_one_that_does(rank: int, 
             launched(rank, world),
             pytest.raises(RuntimeError, match=r"dmuon\.integrations\.transformers\.DedicatedTr"),
         ):
-            trainer_of(dedicate(build(), *COPIES), folder, 4)
+            trainer_of(dedicated(world, COPIES), folder, 4)
         with launched(rank, world), pytest.raises(ValueError, match="was not dedicated"):
             trainer_of(build(), folder, 4, DedicatedTrainer)
         with launched(rank, world), pytest.raises(ValueError, match="leave them out"):
-            trainer_of(dedicate(build(), *COPIES), folder, 4, DedicatedTrainer, **FSDP2)
+            trainer_of(dedicated(world, COPIES), folder, 4, DedicatedTrainer, **FSDP2)

@@ -8,18 +8,9 @@ from typing import Any
 import pytest
 import torch
 from harness.assertions import assert_equal_weights
-from harness.hugging_face import (
-    MATRICES,
-    OPTIONS,
-    build,
-    dedicate,
-    launched,
-    optimizer_of,
-    samples,
-    shared_folder,
-    weights_of,
-)
+from harness.hugging_face import MATRICES, OPTIONS, build, launched, optimizer_of, samples, shared_folder, weights_of
 from harness.on_ranks import on_ranks, over_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 
@@ -107,7 +98,8 @@ def test_training_equals_one_process_and_dedication_that_under_ddp(rank: int, wo
             under_ddp = weights_of(trained(method, False, build(), folder, world).model)
             model = build()
             before = weights_of(model)
-            trainer = trained(method, True, dedicate(model), folder, world)
+            dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+            trainer = trained(method, True, model, folder, world)
             dedicated = weights_of(trainer.model)
             name = "model.layers.0.mlp.up_proj.weight"
             assert not torch.equal(before[name], dedicated[name])

@@ -15,10 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from harness.network import full_state
 
 VOCAB, LENGTH = 32, 8
 OPTIONS: dict[str, Any] = {"lr": 5e-3, "adamw_lr": 2e-3, "ns_coefficients": "classic"}  # of dmuon.Muon
@@ -88,20 +86,6 @@ def build(kind: str = "llama", **options: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-def dedicate(model: Any, sharded: bool = False, names: tuple[str, ...] | None = None) -> Any:
-    """Let dmuon own the matrices of a llama, over all ranks, and FSDP2 shard the rest if so wanted. Collective.
-
-    Args:
-        names: of the dimension of the mesh.
-    """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=names)
-    dmuon.dedicate_params(model, mesh, costs="flops")
-    layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
-    for module in (*layers, model) if sharded else ():
-        dmuon.fully_shard(module, mesh=mesh)
-    return model
-
-
 def samples(number: int = 48) -> list[dict[str, Tensor]]:
     tokens = torch.randint(2, VOCAB, (number, LENGTH), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row} for row in tokens]
@@ -109,7 +93,14 @@ def samples(number: int = 48) -> list[dict[str, Tensor]]:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Whole, whatever the model is. Collective."""
-    return full_state(model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    whole = get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    shared: list[Any] = [whole]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(shared, src=0)
+    return {name: value.clone() for name, value in shared[0].items()}
 
 
 def trainer_of(model: Any, folder: Path, batch: int, kind: Any = None, **arguments: Any) -> Any:

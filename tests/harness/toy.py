@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -19,18 +18,6 @@ SIZE = Size(WIDTH, HIDDEN, layers=3, vocabulary=VOCAB)
 LR, DECAY = 2e-3, 0.1
 OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "ns_coefficients": "classic"}  # of dmuon.Muon
 CPU = torch.device("cpu")
-
-
-class Auxiliary(Network):
-    """With parameters that the first rank alone uses; their gradients are the first to come."""
-
-    def __init__(self) -> None:
-        super().__init__(SIZE)
-        self.last = nn.LayerNorm(VOCAB)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = super().forward(tokens)
-        return self.last(logits) if dist.get_rank() == 0 else logits
 
 
 def build(

@@ -15,7 +15,7 @@ import torch.nn as nn
 from harness.inside import buckets_of
 from harness.network import Block, Network, Size, full_state, loss_of
 from harness.topologies import LAYOUTS, Laid, lay
-from harness.toy import SIZE, Auxiliary, batch, build
+from harness.toy import SIZE, VOCAB, batch, build
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -103,6 +103,18 @@ class Experts(nn.Module):
             + self.mix(x)
             + sum(torch.tanh(x @ u) + torch.tanh(wide @ d.T) for u, d in zip(self.up, self.down, strict=True))
         )
+
+
+class Auxiliary(Network):
+    """With parameters that the first rank alone uses; their gradients are the first to come."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE)
+        self.last = nn.LayerNorm(VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return self.last(logits) if dist.get_rank() == 0 else logits
 
 
 class Branches(Block):

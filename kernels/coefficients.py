@@ -79,7 +79,7 @@ _POLAR_EXPRESS: Coefficients = (
     (1.7857142857142856, -1.079796998164345, 0.293822312425672),
 )
 
-# tests/kernels/intervals.py proves their range, and says how they were found.
+# tests/kernels/test_squares.py bounds their range, docs/kernels.md says how they were found.
 SQUARES = Squares(
     (
         (

@@ -12,13 +12,9 @@ import pytest
 import torch
 from harness import polling
 from harness.pool import RankPool
-from run import PROGRAMS, WITHOUT_RANKS
+from run import FIRST_HALF, PROGRAMS, WITHOUT_RANKS
 
 _cache = pytest.StashKey[str]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--renew", action="store_true", help="new process groups for every call on ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,13 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
             if folder in WITHOUT_RANKS:  # tests/run.py would never collect it
                 raise pytest.UsageError(f"{item.nodeid} asks for ranks: take {folder} out of run.WITHOUT_RANKS")
-        if folder in ("dedicated", *PROGRAMS):
-            item.add_marker("dedicated" if folder == "dedicated" else "programs")
+        if folder in (*FIRST_HALF, *PROGRAMS):
+            item.add_marker("programs" if folder in PROGRAMS else "first_half")
 
 
 @pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+def ranks() -> Iterator[RankPool]:
     """`ranks(world, fn, *args)` runs `fn(rank, world, *args)` on every rank of a gloo group."""
-    pool = RankPool(renew=request.config.getoption("--renew"))
+    pool = RankPool()
     yield pool
     pool.close()

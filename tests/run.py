@@ -22,19 +22,20 @@ POLL_SECONDS = 0.2
 NO_TESTS = 5  # pytest's exit status where nothing was selected
 PROGRAMS = ("bench", "cli", "examples", "frameworks", "programs")  # folders of tests that start programs
 WITHOUT_RANKS = ("kernels", "model", "simulation", "solver")  # folders in which no test asks for ranks
+FIRST_HALF = ("dedicated", "parity", "planning", "pretend", "streams")  # folders; the other half takes about as long
 # In the order in which they start.
 PARTS = {
     "programs": "programs",
-    "dedicated": "ranks and dedicated",
-    "ranks": "ranks and not dedicated and not programs",
+    "first": "ranks and first_half",
+    "second": "ranks and not first_half and not programs",
     "one-process": "not ranks and not programs",
 }
-SHOWN = "dedicated"
+SHOWN = "first"
 # What a part collects, unless paths are given: collecting takes seconds.
 FOLDERS = {
     "programs": [f"tests/{folder}" for folder in PROGRAMS],
-    "dedicated": ["tests/dedicated"],
-    "ranks": [f"--ignore=tests/{folder}" for folder in ("dedicated", *PROGRAMS, *WITHOUT_RANKS)],
+    "first": [f"tests/{folder}" for folder in FIRST_HALF],
+    "second": [f"--ignore=tests/{folder}" for folder in (*FIRST_HALF, *PROGRAMS, *WITHOUT_RANKS)],
     "one-process": [f"--ignore=tests/{folder}" for folder in PROGRAMS],
 }
 ORDER = ("failed", "passed", "skipped", "xfailed", "xpassed", "error")

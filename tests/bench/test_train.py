@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from harness.commands import BENCH
 from harness.limits import ENDING_SECONDS, PROGRAM_SECONDS
+from harness.plans import rotated
 
 from dmuon import OwnerPlan
 
@@ -176,30 +176,17 @@ def test_wrong_option_is_named_and_ends_with_code_2(
     assert not (tmp_path / "run").exists()
 
 
-def _rotate_owners(path: Path) -> dict[str, int]:
-    """Makes the file a plan that the planner would not choose, with every matrix one rank further."""
-    plan = OwnerPlan.load(path)
-    old = plan.solution
-    owners = {name: (owner + 1) % plan.world for name, owner in old.owners.items()}
-    loads = old.loads_ns[-1:] + old.loads_ns[:-1]
-    replace(plan, solution=replace(old, owners=owners, loads_ns=loads)).save(path)
-    return owners
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "number"),
-    [
-        pytest.param("adamw", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("dedicated", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("dmuon", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    [("adamw", signal.SIGKILL), ("dedicated", signal.SIGINT), ("dmuon", signal.SIGTERM)],
 )
 def test_resume_equals_the_uninterrupted_run(
     tmp_path: Path, uninterrupted: Path, optimizer: str, number: signal.Signals
 ) -> None:
     out = tmp_path / "run"
     options = ["--steps", "12", "--optimizers", optimizer, "--checkpoint-every", "1"]
-    rotated = None
+    other = None
     process = _start(out, *options)
     folder = out / "checkpoints" / f"{optimizer}-seed0"
     _wait_until(lambda: any(folder.glob("step-*")), "a first checkpoint", process=process)
@@ -214,14 +201,16 @@ def test_resume_equals_the_uninterrupted_run(
         assert process.returncode == 128 + number
         assert "interrupted" in stderr and "Traceback" not in stderr
     if optimizer == "dedicated":
-        rotated = _rotate_owners(folder / f"step-{before:07d}" / "plan.json")
+        path = folder / f"step-{before:07d}" / "plan.json"
+        other = rotated(OwnerPlan.load(path))
+        other.save(path)
     done = _run(out, *options, "--resume")
     assert done.returncode == 0, done.stderr
     assert f"{optimizer} goes on from step {before}" in done.stderr, "did not start from the checkpoint"
     assert [record["step"] for record in _records(out, "start", optimizer)] == [0, before]
-    if rotated is not None:
+    if other is not None:
         assert f"plan: loaded from {folder / f'step-{before:07d}'}" in done.stderr
-        assert OwnerPlan.load(folder / "step-0000012" / "plan.json").owners == rotated, "planned anew"
+        assert OwnerPlan.load(folder / "step-0000012" / "plan.json").owners == other.owners, "planned anew"
     for event, key in (("step", "loss"), ("step", "grad_norm"), ("step", "lr"), ("eval", "val_loss")):
         resumed, straight = (
             [record[key] for record in _records(run, event, optimizer)] for run in (out, uninterrupted)

@@ -195,22 +195,22 @@ GPU = check.Machine("2.13", "0.1", "NCCL 2.30", "H100", "a")
 
 
 class TwoRanks:
-    """Rank 0 of two; the other one says what it is told: an error or none, and its lines."""
+    """Rank 0 of two; the other one says no error, and its lines."""
 
     rank, world = 0, 2
 
     class timeout:
         total_seconds = staticmethod(lambda: 10.0)
 
-    def __init__(self, error: str | None = None, lines: list[Line] | None = None) -> None:
-        self.other = (error, False, lines or [])
+    def __init__(self, *lines: Line) -> None:
+        self.other = (None, False, [*lines])
 
     def gather(self, item: Any) -> list[Any]:
         return [item, self.other]
 
 
-def board_of(error: str | None = None, *lines: Line) -> check.Board:
-    return check.Board(TwoRanks(error, [*lines]))  # type: ignore[arg-type]
+def board_of(*lines: Line) -> check.Board:
+    return check.Board(TwoRanks(*lines))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -255,26 +255,10 @@ def test_why_cuda_does_not_start_is_named(ended: Callable[..., Any], monkeypatch
     ],
 )
 def test_the_worst_rank_decides(here: float, there: float, text: str) -> None:
-    board = board_of(None, Line("x", "there", there, 1, "error"))
+    board = board_of(Line("x", "there", there, 1, "error"))
     board.judge("x", "1d 2", lambda: [Line("x", "here", here, 1, "error")])
     [line] = board.lines
     assert line.text == text and line.status == ("pass" if there < 1 else "fail")
-
-
-def test_the_same_error_on_all_ranks_fails_one_line_and_goes_on() -> None:
-    def fail() -> list[Line]:
-        raise ValueError("rank 0 cannot")
-
-    board = board_of("ValueError: rank 1 cannot")
-    board.judge("x", "1d 2", fail)
-    assert board.failed == 1 and board.lines[0].text == "on 2 ranks, first rank 0: ValueError: rank 0 cannot"
-
-
-def test_an_error_on_some_ranks_only_stops() -> None:
-    board = board_of("ValueError: there")
-    with pytest.raises(check.Stopped):
-        board.judge("x", "1d 2", list)
-    assert board.lines[0].text == "on 1 ranks, first rank 1: ValueError: there"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 64])

@@ -59,18 +59,3 @@ def test_a_cache_of_another_run_is_read_by_whoever_says_so(rank: int, world: int
 def test_without_a_word_the_defaults_are_what_they_were() -> None:
     [group] = [group for group in dmuon.Muon(build()).param_groups if group["use_muon"]]
     assert (group["ns_coefficients"], group["ns_steps"], group["ns_dtype"]) == ("polar_express", 5, None)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"ns_coefficients": "quintic"}, "ns_coefficients, ns_steps or ns_dtype: .*quintic"),
-        ({"ns_steps": 0}, "ns_coefficients, ns_steps or ns_dtype: "),
-        ({"ns_dtype": "fp8"}, "ns_coefficients, ns_steps or ns_dtype: "),
-    ],
-)
-@on_ranks(2)
-def test_a_run_that_cannot_be_is_refused_on_all_ranks(rank: int, world: int, wrong: dict[str, Any], says: str) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    raised = raised_by(lambda: dmuon.dedicate_params(build(), mesh, costs="flops", **wrong))
-    assert raised.matches((TypeError, ValueError), says), raised

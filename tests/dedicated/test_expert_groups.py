@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
+from harness.dedicated_toy import dedicate, default_mesh
 from harness.dtensors import local_tensor
 from harness.heard import heard
 from harness.network import full_state, shard_blocks
@@ -103,6 +104,9 @@ class Model(nn.Module):
                 weights = [DTensor.from_local(w, mesh, [Shard(0)]) for w in weights]
             self.blocks.append(Block(Experts(*weights, None if mesh is None else mesh.get_group())))
 
+    def experts(self) -> list[Experts]:
+        return [block.experts for block in self.blocks]
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
@@ -141,14 +145,12 @@ def reference(clip: bool) -> tuple[dict[str, Tensor], list[float]]:
 def laid(stored: str, rest: str, seed: int = 0) -> tuple[Model, dmuon.Muon, DeviceMesh]:
     """Experts over two groups of two ranks each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep_shard", "ep"))
-    everybody = init_device_mesh("cpu", (4,))
     model = Model(seed, mesh["ep"], stored)
-    experts = [block.experts for block in model.blocks]
-    dmuon.dedicate_params(experts, mesh["ep_shard"], costs="flops", exclude=["*.bias"])
+    dedicate(model.experts(), mesh["ep_shard"], exclude=["*.bias"])
     if rest == "dedicated":
-        dmuon.dedicate_params(model, everybody, costs="flops", exclude=["*.router"])
+        dedicate(model, exclude=["*.router"])
         return model, dmuon.Muon(model, **OPTIONS), mesh["ep"]
-    shard_blocks(model, everybody, dmuon.fully_shard)
+    shard_blocks(model, default_mesh(), dmuon.fully_shard)
     names = dict(model.named_parameters())
     muon = [p for name, p in names.items() if name.endswith((".mix.weight", ".up", ".down"))]
     others = [p for p in names.values() if not any(p is one for one in muon)]
@@ -232,9 +234,8 @@ def test_what_was_dedicated_before_keeps_its_values_and_its_gradients(rank: int,
     model.blocks[0].experts.shift = nn.Parameter(torch.full((2, WIDTH), float(rank)))
     model.blocks[0].experts.register_buffer("seen", torch.full((1,), float(rank)))
     before = [block.experts.up.detach().clone() for block in model.blocks]
-    experts = [block.experts for block in model.blocks]
-    dmuon.dedicate_params(experts, mesh["ep_shard"], costs="flops", exclude=["*.bias", "*.shift"])
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", exclude=["*.router"])
+    dedicate(model.experts(), mesh["ep_shard"], exclude=["*.bias", "*.shift"])
+    dedicate(model, exclude=["*.router"])
     assert model.blocks[0].experts.shift.eq(rank).all() and model.blocks[0].experts.seen.eq(rank).all()
     for block, value in zip(model.blocks, before, strict=True):
         assert isinstance(block.experts.up, OwnedTensor)
@@ -250,27 +251,24 @@ def test_what_was_dedicated_before_keeps_its_values_and_its_gradients(rank: int,
     assert "blocks.1.experts.up" in text and "blocks.0.experts.shift" in text and "outside what" not in text
 
 
-def in_another_order(rank: int, mesh: DeviceMesh) -> Model:
+def in_another_order(rank: int) -> Model:
     """Its experts are dedicated as a list, backwards on rank 1. All elements are alike, so the list shows nothing."""
     model = Model()
-    experts = [block.experts for block in model.blocks]
-    dmuon.dedicate_params(experts[::-1] if rank else experts, mesh, costs="flops", exclude=["*.bias"])
+    dedicate(model.experts()[:: -1 if rank else 1], exclude=["*.bias"])
     return model
 
 
 @on_ranks(2)
 def test_lists_in_another_order_are_told_before_training(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    model = in_another_order(rank, mesh)
+    model = in_another_order(rank)
     with pytest.raises(ValueError, match=r"place of 'blocks\.0\.experts' in a list"):
-        dmuon.dedicate_params(model, mesh, costs="flops", exclude=["*.router"])
+        dedicate(model, exclude=["*.router"])
 
 
 @on_ranks(2)
 def test_lists_in_another_order_under_fsdp2_are_told_before_the_first_step(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    model = in_another_order(rank, mesh)
-    shard_blocks(model, mesh, dmuon.fully_shard)
+    model = in_another_order(rank)
+    shard_blocks(model, default_mesh(), dmuon.fully_shard)
     tokens, targets = batch(0, rank, world)
     loss = F.cross_entropy(model(tokens), targets)
     with pytest.raises(dmuon.CollectiveError, match=r"issued different collectives: .fill of block .* on rank 1 where"):
@@ -283,10 +281,8 @@ def test_fsdp2_leaves_out_lists_over_all_ranks_too(rank: int, world: int) -> Non
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep_shard", "ep"))
     model = Model(0, grid["ep"], "DTensor")
     biases = [block.experts.bias for block in model.blocks]
-    dmuon.dedicate_params(
-        [block.experts for block in model.blocks], grid["ep_shard"], costs="flops", exclude=["*.bias"]
-    )
-    shard_blocks(model, init_device_mesh("cpu", (2,)), dmuon.fully_shard)
+    dedicate(model.experts(), grid["ep_shard"], exclude=["*.bias"])
+    shard_blocks(model, default_mesh(), dmuon.fully_shard)
     assert [block.experts.bias is bias for block, bias in zip(model.blocks, biases, strict=True)] == [True] * LAYERS
     tokens, targets = batch(0, rank, world)
     F.cross_entropy(model(tokens), targets).backward()
@@ -303,12 +299,11 @@ def test_a_plan_whose_owners_have_nothing_of_a_matrix_is_refused(rank: int, worl
 
     def dedicated(**options: Any) -> tuple[Model, dmuon.OwnerPlan]:
         model = Model(0, grid["ep"], "DTensor")
-        experts = [block.experts for block in model.blocks]
-        return model, dmuon.dedicate_params(experts, grid["ep_shard"], exclude=["*.bias"], **options)
+        return model, dmuon.dedicate_params(model.experts(), grid["ep_shard"], exclude=["*.bias"], **options)
 
     model, plan = dedicated(costs="flops")
     assert all(owner == int(name[-2]) // 2 for name, owner in plan.owners.items())
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", exclude=["*.router"])
+    dedicate(model, exclude=["*.router"])
     optimizer = dmuon.Muon(model, **OPTIONS)
     train(model, optimizer, range(1), rank, world, clip=False)
     swapped = {name: 1 - owner for name, owner in plan.owners.items()}
@@ -318,45 +313,18 @@ def test_a_plan_whose_owners_have_nothing_of_a_matrix_is_refused(rank: int, worl
 
 
 @on_ranks(2)
-def test_the_order_is_inside_first_and_lists_hold_each_module_once(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    model = Model()
-    experts = [block.experts for block in model.blocks]
-    for given, message in (
-        ([], "model is an empty list; give a module, or several"),
-        ([*experts, experts[0]], r"model\[0\], a Experts, lies in another module of the list; give each once"),
-        ([*experts, model.blocks[1]], r"model\[1\], a Experts, lies in another module of the list; give each once"),
-        ([experts[0], 3], "model must be an nn.Module, got int"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            dmuon.dedicate_params(given, mesh, costs="flops")  # type: ignore[arg-type]
-    dmuon.dedicate_params(model, mesh, costs="flops", select=lambda fqn, module, param: ".mix." in fqn)
-    with pytest.raises(ValueError, match=r"a Experts, lies in a Model that was dedicated .* inside first"):
-        dmuon.dedicate_params(experts, mesh, costs="flops")
-    with pytest.raises(ValueError, match="was called on 'this model' already; call it once per model"):
-        dmuon.dedicate_params(model, mesh, costs="flops")
-
-
-def half_dedicated() -> tuple[Model, DeviceMesh]:
-    """Its experts are, over all ranks."""
-    mesh = init_device_mesh("cpu", (2,))
-    model = Model()
-    dmuon.dedicate_params([block.experts for block in model.blocks], mesh, costs="flops")
-    return model, mesh
-
-
-@on_ranks(2)
 def test_what_lies_inside_and_outside_is_refused(rank: int, world: int) -> None:
-    model, mesh = half_dedicated()
+    model = Model()
+    dedicate(model.experts())
     model.blocks[0].experts.norm = model.blocks[0].norm
     with pytest.raises(ValueError, match="a LayerNorm lies in a module that was dedicated before, and outside of it"):
-        dmuon.dedicate_params(model, mesh, costs="flops")
+        dedicate(model)
     model = Model()
     model.tied = nn.Module()
     model.tied.up = model.blocks[1].experts.up
-    dmuon.dedicate_params([block.experts for block in model.blocks], mesh, costs="flops")
+    dedicate(model.experts())
     with pytest.raises(ValueError, match="is tied to one outside of it, which no longer is the same: untie them"):
-        dmuon.dedicate_params(model, mesh, costs="flops")
+        dedicate(model)
 
 
 @on_ranks(2)
@@ -366,18 +334,18 @@ def test_the_rest_is_routed_as_in_the_whole_model(rank: int, world: int) -> None
     for before in (False, True):
         model = Model()
         model.mid = nn.Linear(WIDTH, WIDTH, bias=False)
-        mesh = init_device_mesh("cpu", (2,))
         if before:
-            dmuon.dedicate_params([block.experts for block in model.blocks], mesh, costs="flops", exclude=["*.bias"])
-        plan = dmuon.dedicate_params(model, mesh, costs="flops", exclude=["*.router", "*.bias"])
+            dedicate(model.experts(), exclude=["*.bias"])
+        plan = dmuon.dedicate_params(model, default_mesh(), costs="flops", exclude=["*.router", "*.bias"])
         routed[before] = {name for name in plan.owners if ".experts." not in name}
     assert routed[True] == routed[False] == {f"blocks.{i}.mix.weight" for i in range(LAYERS)}
 
 
 @on_ranks(2)
 def test_faults_of_a_load_are_told_once(rank: int, world: int) -> None:
-    model, mesh = half_dedicated()
-    dmuon.dedicate_params(model, mesh, costs="flops", exclude=["*.router"])
+    model = Model()
+    dedicate(model.experts())
+    dedicate(model, exclude=["*.router"])
     state = dict(model.state_dict())
     if rank:
         state["blocks.0.experts.up"] = torch.zeros(3)
@@ -392,8 +360,8 @@ def test_faults_of_a_load_are_told_once(rank: int, world: int) -> None:
 def test_stacks_by_one_name_in_several_groups_are_told_when_saved(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_shard", "ep"))
     model = Model(0, mesh["ep"])
-    dmuon.dedicate_params([block.experts for block in model.blocks], mesh["ep_shard"], costs="flops")
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", exclude=["*.router"])
+    dedicate(model.experts(), mesh["ep_shard"])
+    dedicate(model, exclude=["*.router"])
     with heard() as told:
         model.state_dict()
         model.state_dict()

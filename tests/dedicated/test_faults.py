@@ -92,7 +92,6 @@ CASES = [
     pytest.param("1d-3-two-lines", "forward", "raising", 2, marks=pytest.mark.slow),
     pytest.param("1d-two-lines", "forward", "destroying", 1, marks=pytest.mark.slow),
     pytest.param("1d-3-two-lines", "backward", "stopped", 1, marks=pytest.mark.slow),
-    pytest.param("hsdp-two-lines", "step", "killed", 2, marks=pytest.mark.slow),
     pytest.param("tp-two-lines", "step", "killed", 1, marks=pytest.mark.slow),
 ]
 

@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness.dtensors import local_tensor
+from harness.dedicated_toy import dedicate
 from harness.on_ranks import on_ranks
 from harness.topologies import lay
 from programs.left_behind import auxiliary_loss, model_of
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import dmuon
 from dmuon.dedicated.dedication import dedications
 
 pytestmark = pytest.mark.pitfall("P66", "P83")
@@ -51,8 +49,7 @@ class Toy(nn.Module):
 
 
 def dedicated(forward: Callable[[nn.Module, Any], Any], **options: Any) -> Toy:
-    model = Toy(forward)
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", **options)
+    model: Toy = dedicate(Toy(forward), **options)
     return model
 
 
@@ -192,24 +189,6 @@ def test_blocks_get_tuples_as_they_are_and_may_lend_their_weights(rank: int, wor
 
 
 # -- gradients that no output shows -----------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_unseen_gradients_accumulate_and_wait_as_others_do(rank: int, world: int) -> None:
-    """Without synchronization first, then with it: the mean of both micro-batches, of all ranks."""
-    twin = model_of("tuple")
-    for step in range(2):
-        auxiliary_loss(twin, step).backward()
-    expected = {n: p.grad for n, p in twin.named_parameters() if n.endswith("gate.weight")}
-    model = model_of("board")
-    lay("ddp-2", model)
-    with dmuon.no_sync(model):
-        auxiliary_loss(model, 0, rank, world).backward()
-    auxiliary_loss(model, 1, rank, world).backward()
-    for matrix in dedications(model)[0].runtime.matrices():
-        if matrix.fqn in expected and matrix.rest.owner == rank:
-            found = local_tensor(matrix.rest.grad)
-            torch.testing.assert_close(found, expected[matrix.fqn], rtol=1e-5, atol=1e-7)
 
 
 @on_ranks(1)

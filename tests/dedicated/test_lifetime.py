@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.dedicated_toy import dedicated
 from harness.inside import group_names
 from harness.network import full_state, loss_of, shard
 from harness.on_ranks import on_ranks
@@ -43,12 +44,6 @@ def mesh_of(world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world,))
 
 
-def dedicated(mesh: DeviceMesh, **options: Any) -> nn.Module:
-    model = build()
-    dmuon.dedicate_params(model, mesh, costs="flops", **options)
-    return model
-
-
 def watched(model: nn.Module, optimizer: dmuon.Muon) -> list[weakref.ref[Any]]:
     """What has to go: modules, parameters, gradients, state. Weak references of tensors forbid ``Module.to`` only."""
     tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
@@ -60,11 +55,11 @@ def watched(model: nn.Module, optimizer: dmuon.Muon) -> list[weakref.ref[Any]]:
 @on_ranks()
 def test_deleted_models_and_optimizers_are_freed_at_once(rank: int, world: int) -> None:
     mesh = mesh_of(world)
-    dedicated(mesh)
+    dedicated(mesh=mesh)
     made = group_names()
     for order, options in (("model first", {}), ("optimizer first", {"overlap_backward": True})):
         with no_collections():
-            model: Any = dedicated(mesh, reshard_after_forward=order == "model first")
+            model: Any = dedicated(mesh=mesh, reshard_after_forward=order == "model first")
             optimizer: Any = dmuon.Muon(model, lr=LR, **options)
             train(model, optimizer, range(2), rank, world)
             with torch.no_grad():
@@ -85,7 +80,7 @@ def test_groups_serve_the_next_model_though_collectives_of_the_last_are_under_wa
     mesh = mesh_of(world)
     with no_collections():
         for case in range(3):
-            model: Any = dedicated(mesh, comm=dmuon.CommOptions(prefetch=3))
+            model: Any = dedicated(mesh=mesh, comm=dmuon.CommOptions(prefetch=3))
             optimizer: Any = dmuon.Muon(model, lr=LR)
             train(model, optimizer, range(1), rank, world)
             if case == 1:
@@ -116,7 +111,7 @@ def test_a_dedication_that_failed_leaves_a_plain_model(rank: int, world: int) ->
         return fqn.startswith("blocks.") and fqn.endswith(("up.weight", "down.weight"))
 
     with pytest.raises(ValueError, match="no idea"):
-        dedicated(mesh, select=select)
+        dedicated(mesh=mesh, select=select)
 
     model = build()
     params = list(model.parameters())
@@ -139,7 +134,7 @@ def test_a_dedication_that_failed_leaves_a_plain_model(rank: int, world: int) ->
 def test_models_that_share_groups_train_side_by_side(rank: int, world: int) -> None:
     """Two of one size, whose steps alternate; each as one process does."""
     mesh = mesh_of(world)
-    models = [dedicated(mesh, reshard_after_forward=keep) for keep in (True, False)]
+    models = [dedicated(mesh=mesh, reshard_after_forward=keep) for keep in (True, False)]
     made = group_names()
     optimizers = [dmuon.Muon(model, **{**OPTIONS, "lr": LR * (1 + i)}) for i, model in enumerate(models)]
     alone = [build() for _ in models]
@@ -156,7 +151,7 @@ def test_models_that_share_groups_train_side_by_side(rank: int, world: int) -> N
 @on_ranks(2)
 def test_ranks_that_run_models_in_other_orders_are_told(rank: int, world: int) -> None:
     """One model's weights would be taken for the other's, as they share process groups."""
-    models: list[Any] = [dedicated(mesh_of(world)) for _ in range(2)]
+    models: list[Any] = [dedicated(mesh=mesh_of(world)) for _ in range(2)]
     with torch.no_grad(), pytest.raises(dmuon.CollectiveError, match=r"of model 1.* on rank 1 where rank 0 has"):
         for model in models[:: -1 if rank else 1]:
             model(shard(batch(0), rank, world)[0])
@@ -178,7 +173,7 @@ def test_exchanges_of_deleted_optimizers_leave_one_group(rank: int, world: int) 
 
 @on_ranks(2)
 def test_parameters_that_outlive_their_model_are_refused(rank: int, world: int) -> None:
-    params = list(dedicated(mesh_of(world)).parameters())
+    params = list(dedicated(mesh=mesh_of(world)).parameters())
     gc.collect()
     with pytest.raises(ValueError, match=r"the model of 'blocks\.0\.mix\.weight', which dmuon owned, was deleted"):
         dmuon.Muon(params, LR)

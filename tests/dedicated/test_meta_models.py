@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,11 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_same_tensors, raised_by
+from harness.dedicated_toy import dedicate
 from harness.dtensors import local_tensor
 from harness.network import full_state, tensor_parallel
 from harness.on_ranks import on_ranks
 from harness.topologies import LAYOUTS, lay
-from harness.toy import OPTIONS, build
+from harness.toy import build
 from harness.traffic import live_bytes
 from harness.trees import linear, node, stack
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -108,11 +108,7 @@ def test_values_are_those_of_one_process_that_initializes_all_modules(
     assert torch.equal(model.blocks[1].angles.angles, expected.blocks[1].angles.angles)
     reference = lay(name, alone(tied))
     for each in (laid, reference):
-        optimizer = dmuon.Muon(each.model, **OPTIONS)
-        for step in range(2):
-            each.backward(step)
-            optimizer.step()
-            optimizer.zero_grad()
+        each.train(each.optimizer(), range(2))
     assert_same_tensors(full_state(model), full_state(reference.model))
 
 
@@ -192,25 +188,23 @@ FAILING: list[tuple[Callable[[], nn.Module], Callable[..., None], str]] = [
 
 @on_ranks(2)
 def test_a_failure_of_the_first_rank_ends_all_and_leaves_the_model_as_it_was(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
     for make, initialize, says in FAILING:
         model = make()
         params = dict(model.named_parameters())
         given = MethodType(initialize, model) if initialize is of_a_child else initialize
-        raised = raised_by(partial(dmuon.dedicate_params, model, mesh, costs="flops", initialize=given))
+        raised = raised_by(partial(dedicate, model, initialize=given))
         if rank == 0:
             assert raised.matches(RuntimeError, f"initializing .*{says}"), raised
         else:
             assert raised.matches(ValueError, f"rank 0: RuntimeError: initializing .*{says}"), raised
         assert all(dict(model.named_parameters())[name] is param for name, param in params.items())
     torch.manual_seed(3)
-    dmuon.dedicate_params(model, mesh, costs="flops")
+    dedicate(model)
     assert_same_tensors(full_state(model), dict(alone().state_dict()))
 
 
 @on_ranks(2)
 def test_what_nobody_initializes_is_nan_until_a_checkpoint_is_loaded(rank: int, world: int, tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (world,))
     saved = alone()
     dcp.save(saved.state_dict(), checkpoint_id=tmp_path)
     model = on_meta()
@@ -219,7 +213,7 @@ def test_what_nobody_initializes_is_nan_until_a_checkpoint_is_loaded(rank: int, 
         if isinstance(module, Angles):
             module.angles.fill_(1.0)
 
-    dmuon.dedicate_params(model, mesh, costs="flops", initialize=initialize)
+    dedicate(model, initialize=initialize)
     assert torch.isnan(model.embed.weight).all() and (model.blocks[1].angles.angles == 1).all()
     assert all(torch.isnan(local_tensor(p)).all() for p in dmuon.owned_parameters(model))
     state = get_model_state_dict(model)
@@ -228,50 +222,10 @@ def test_what_nobody_initializes_is_nan_until_a_checkpoint_is_loaded(rank: int, 
     assert_same_tensors(full_state(model), dict(saved.state_dict()))
 
 
-def without_reset() -> nn.Module:
-    model = on_meta()
-    model.blocks[0].register_module("table", nn.ParameterList([nn.Parameter(torch.empty(3, device="meta"))]))
-    return model
-
-
-def half_there() -> nn.Module:
-    model = on_meta()
-    model.blocks[0].up.bias = nn.Parameter(torch.zeros(29))
-    return model
-
-
-REFUSED: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any], type[Exception], str]] = {
-    "no reset_parameters": (
-        lambda rank: without_reset(), {}, ValueError,
-        r"modules 'blocks\.0\.table' \(ParameterList\) are on the meta device and have no reset_parameters\(\)",
-    ),
-    "half of a module": (
-        lambda rank: half_there(), {}, ValueError, r"module 'blocks\.0\.up' has tensors on the meta device and",
-    ),
-    "no function": (
-        lambda rank: on_meta(), {"initialize": "normal"}, TypeError, "must be a function of a module, got str",
-    ),
-    "nothing to do": (
-        lambda rank: build(), {"initialize": numbered}, ValueError, "nothing of this one is there: its values are kept",
-    ),
-    "one rank's model": (
-        lambda rank: on_meta() if rank else alone(), {}, ValueError, r"parameter 'embed\.weight'.*on the meta device",
-    ),
-    "one rank's function": (
-        lambda rank: on_meta(), {"initialize": "of rank 0"}, ValueError, "option initialize",
-    ),
-}  # fmt: skip
-
-
 @on_ranks(2)
-def test_what_cannot_be_initialized_is_refused_on_every_rank(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    for name, (make, options, error, match) in REFUSED.items():
-        if options.get("initialize") == "of rank 0":
-            options = {"initialize": numbered if rank == 0 else None}
-        model = make(rank)
-        raised = raised_by(partial(dmuon.dedicate_params, model, mesh, costs="flops", **options))
-        assert raised.matches(error, match), (name, raised)
+def test_a_function_on_one_rank_alone_is_refused_on_every_rank(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="option initialize"):
+        dedicate(on_meta(), initialize=None if rank else numbered)
 
 
 @on_ranks(4)

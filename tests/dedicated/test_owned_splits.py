@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
-from harness.hand_laid import SPLITS, Split
+from harness.fused import FusedModel, fused, fused_loss, fused_reference
+from harness.hand_laid import SPLITS
 from harness.network import full_state
 from harness.on_ranks import on_ranks, over_ranks
-from harness.toy import OPTIONS
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
 
 STEPS = 3
 
 
-def laid(mesh: DeviceMesh, splits: Sequence[Split] = SPLITS, **options: Any) -> tuple[FusedModel, dmuon.Muon]:
-    """What lies along a dimension called ``tp`` is split by tensor parallelism."""
-    model = FusedModel(splits)
-    if "tp" in (mesh.mesh_dim_names or ()):
-        split_params(model, mesh["tp"])
-        mesh = mesh["dp"]
-    overlap = options.pop("overlap_backward", False)
-    dmuon.dedicate_params(model, mesh, select=by_spec(splits), costs="flops", **options)
-    return model, dmuon.Muon(model, overlap_backward=overlap, **OPTIONS)
-
-
 def train(model: nn.Module, optimizer: dmuon.Muon, steps: Any, mesh: DeviceMesh) -> int:
-    if "tp" in (mesh.mesh_dim_names or ()):
-        mesh = mesh["dp"]
+    """How many matrices this rank orthogonalized."""
     rank = mesh.get_rank() if mesh.ndim > 1 else mesh.get_local_rank()
     calls = 0
     for step in steps:
@@ -56,26 +42,24 @@ APART: dict[str, Any] = {"only": ("grouped queries", "experts, fused"), "comm": 
 
 
 @pytest.mark.parametrize(
-    ("world", "extents", "names", "options"),
+    ("world", "layout", "options"),
     [
-        (2, (2,), None, {"reshard_after_forward": False, "overlap_backward": True}),
-        (3, (3,), None, {}),
-        (2, (2,), ("replicate",), {}),
-        (2, (1, 2), ("dp", "tp"), {}),
-        *((2, (2,), None, APART | more) for more in ({}, {"reshard_after_forward": False}, {"overlap_backward": True})),
-        pytest.param(4, (2, 2), ("dp", "tp"), {}, marks=pytest.mark.slow),
-        pytest.param(1, (1,), None, {}, marks=pytest.mark.slow),
-        pytest.param(4, (2, 2), None, {"reshard_after_forward": False}, marks=pytest.mark.slow),
-        pytest.param(4, (2, 2), None, {"comm": dmuon.CommOptions(transport="single")}, marks=pytest.mark.slow),
+        (2, "shard-2", {"reshard_after_forward": False, "overlap_backward": True}),
+        (3, "shard-3", {}),
+        (2, "replicate-2", {}),
+        (2, "tp-2", {}),
+        *((2, "shard-2", APART | more) for more in ({}, {"reshard_after_forward": False}, {"overlap_backward": True})),
+        pytest.param(4, "tp", {}, marks=pytest.mark.slow),
+        pytest.param(1, "shard-1", {}, marks=pytest.mark.slow),
+        pytest.param(4, "hsdp", {"reshard_after_forward": False}, marks=pytest.mark.slow),
+        pytest.param(4, "hsdp", {"comm": dmuon.CommOptions(transport="single")}, marks=pytest.mark.slow),
     ],
 )
 @on_ranks()
-def test_each_part_equals_a_matrix_of_its_own(
-    rank: int, world: int, extents: tuple[int, ...], names: tuple[str, ...] | None, options: dict[str, Any]
-) -> None:
-    mesh, only = init_device_mesh("cpu", extents, mesh_dim_names=names), options.pop("only", None)
+def test_each_part_equals_a_matrix_of_its_own(rank: int, world: int, layout: str, options: dict[str, Any]) -> None:
+    only = options.pop("only", None)
     splits = [split for split in SPLITS if only is None or split.name in only]
-    model, optimizer = laid(mesh, splits, **options)
+    model, optimizer, mesh = fused(layout, splits, **options)
     calls = train(model, optimizer, range(STEPS), mesh)
     found, expected = full_state(model), fused_reference(STEPS, splits)
     assert_equal_weights({name: found[name] for name in expected}, expected)
@@ -87,10 +71,9 @@ def test_each_part_equals_a_matrix_of_its_own(
 @on_ranks()
 def test_a_run_goes_on_from_its_checkpoint(rank: int, world: int, kind: str) -> None:
     """Momentum as the optimizer has it, or whole, from rank 0; into other owners."""
-    mesh = init_device_mesh("cpu", (world,))
-    model, optimizer = laid(mesh)
+    model, optimizer, mesh = fused(f"shard-{world}")
     train(model, optimizer, range(2), mesh)
-    again, resumed = laid(mesh, solve=dmuon.solver.SolveOptions(method="greedy"))
+    again, resumed, _ = fused(f"shard-{world}", solve=dmuon.solver.SolveOptions(method="greedy"))
     again.load_state_dict(full_state(model))
     if kind == "sharded":
         resumed.load_state_dict(optimizer.state_dict())
@@ -104,7 +87,7 @@ def test_a_run_goes_on_from_its_checkpoint(rank: int, world: int, kind: str) -> 
 
 @on_ranks(2)
 def test_whole_weights_can_be_read_and_edited(rank: int, world: int) -> None:
-    model, _ = laid(init_device_mesh("cpu", (world,)))
+    model, *_ = fused("shard-2")
     expected = FusedModel().state_dict()
     with dmuon.summon_full_params(model):
         for name, param in model.named_parameters():
@@ -119,8 +102,7 @@ def test_whole_weights_can_be_read_and_edited(rank: int, world: int) -> None:
 @on_ranks(4)
 def test_gradients_are_accumulated_part_by_part(rank: int, world: int) -> None:
     """Two halves of a batch make the step of the whole."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    model, optimizer = laid(mesh)
+    model, optimizer, mesh = fused("hsdp")
     for step in range(STEPS):
         optimizer.zero_grad()
         for half in range(2):
@@ -134,8 +116,7 @@ def test_gradients_are_accumulated_part_by_part(rank: int, world: int) -> None:
 @on_ranks(4)
 def test_an_edit_of_what_waits_for_the_other_replica_counts(rank: int, world: int) -> None:
     """Of several matrices in one tensor, too: what was zeroed in place reaches no step."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    model, optimizer = laid(mesh)
+    model, optimizer, mesh = fused("hsdp")
     for step in range(STEPS):
         dmuon.set_requires_all_reduce(model, False)
         fused_loss(model, 100 + step, mesh.get_rank(), world).backward()

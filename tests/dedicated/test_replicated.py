@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.dedicated_toy import dedicate, dedicated
 from harness.inside import buckets_of
 from harness.network import Network, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import Reference
-from harness.toy import OPTIONS, SIZE, batch, build
+from harness.toy import OPTIONS, SIZE, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -54,35 +55,21 @@ class Changing(Network):
         return self.head(self.norm(x))
 
 
-@cache
-def reference(change: str) -> dict[str, Tensor]:
-    model = Changing(change)
-    optimizer = Reference(model)
+def train_changing(model: Changing, optimizer: Any, rank: int = 0, world: int = 1) -> None:
     for step in range(STEPS):
         model.step = step
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
-def dedicated(model: Network, world: int, **options: Any) -> Network:
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops", **options)
-    return model
+        train(model, optimizer, [step], rank, world)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("change", ["unused", "checkpointed"])
 def test_averages_are_right_when_gradients_begin_to_come_otherwise(rank: int, world: int, change: str) -> None:
+    alone = Changing(change)
+    train_changing(alone, Reference(alone))
     with buckets_of(64):
-        model = dedicated(Changing(change), world)
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        for step in range(STEPS):
-            model.step = step
-            optimizer.zero_grad()
-            loss_of(model, *shard(batch(step), rank, world)).backward()
-            optimizer.step()
-    assert_equal_weights(full_state(model), reference(change))
+        model = dedicate(Changing(change))
+        train_changing(model, dmuon.Muon(model, **OPTIONS), rank, world)
+    assert_equal_weights(full_state(model), full_state(alone))
 
 
 @on_ranks(2)
@@ -90,7 +77,7 @@ def test_averages_are_right_when_gradients_begin_to_come_otherwise(rank: int, wo
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_ranks_may_use_parameters_differently(rank: int, world: int, change: str, asynchronous: bool) -> None:
     with buckets_of(64):
-        model = dedicated(Changing(change), world, comm=dmuon.CommOptions(asynchronous=asynchronous))
+        model = dedicate(Changing(change), comm=dmuon.CommOptions(asynchronous=asynchronous))
         for step in range(UNTIL + 2):
             model.step = step
             model.zero_grad()
@@ -155,7 +142,7 @@ def test_whatever_a_model_trains_is_averaged(
     alone, model = build(), build()
     for one in (alone, model):
         first(one)
-    dedicated(model, world)
+    dedicate(model)
     for backward in range(4):
         if backward in (1, 3):
             for one in (alone, model):
@@ -176,7 +163,7 @@ def test_whatever_a_model_trains_is_averaged(
 @pytest.mark.pitfall("P97")
 @on_ranks(2)
 def test_gradients_that_fsdp2_is_told_to_sum_are_refused(rank: int, world: int) -> None:
-    model = dedicated(build(), world)
+    model = dedicated()
     dmuon.fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
     with pytest.raises(RuntimeError, match=r"set_gradient_divide_factor\(1\.0\) of FSDP2"):
@@ -199,7 +186,7 @@ def test_gradients_that_fsdp2_is_told_to_sum_are_refused(rank: int, world: int) 
 def test_ranks_whose_models_change_otherwise_all_raise(
     rank: int, world: int, changes: Sequence[Callable[[Network], None]], message: str
 ) -> None:
-    model = dedicated(build(), world)
+    model = dedicated()
     loss_of(model, *shard(batch(0), rank, world)).backward()
     changes[rank](model)
     with pytest.raises((dmuon.CollectiveError, ValueError), match=message):

@@ -10,27 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.dedicated_toy import dedicated
 from harness.dtensors import local_tensor
 from harness.heard import heard
-from harness.network import full_state, loss_of, shard, shard_blocks
+from harness.network import full_state, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay, runtime_of
 from harness.toy import OPTIONS, WIDTH, batch, build, train
-from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
-
-
-def dedicate(model: nn.Module, world: int, fsdp: bool = True, keep: bool = False, **options: Any) -> dmuon.Muon:
-    mesh = init_device_mesh("cpu", (world,))
-    dmuon.dedicate_params(model, mesh, costs="flops", reshard_after_forward=not keep)
-    if fsdp:
-        shard_blocks(model, mesh, dmuon.fully_shard)
-    return dmuon.Muon(model, **{**OPTIONS, **options})
-
 
 # -- freshness ----------------------------------------------------------------------------------------------------
 
@@ -39,8 +30,7 @@ def dedicate(model: nn.Module, world: int, fsdp: bool = True, keep: bool = False
 def test_elementwise_optimizers_work_on_owned_parameters(rank: int, world: int) -> None:
     """An ordinary elementwise optimizer over owned parameters is exact as well, and its edits are seen."""
     for keep in (False, True):
-        model, twin = build(), build()
-        dedicate(model, world, keep=keep)
+        model, twin = lay("1d", build(), keep=keep).model, build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         other = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
         train(model, optimizer, range(3), rank, world)
@@ -55,8 +45,8 @@ def test_elementwise_optimizers_work_on_owned_parameters(rank: int, world: int) 
 @pytest.mark.parametrize("keep", [False, True])
 @on_ranks(4)
 def test_placeholders_are_empty_and_buffers_freed(rank: int, world: int, keep: bool) -> None:
-    model = build()
-    optimizer = dedicate(model, world, keep=keep)
+    laid = lay("1d-4", build(), keep=keep)
+    model, optimizer = laid.network, laid.optimizer()
     runtime = runtime_of(model)
     owners = dedications(model)[0].plan.owners
     tokens, targets = shard(batch(0), rank, world)
@@ -114,8 +104,8 @@ def test_gradients_keep_no_memory_of_what_others_own(rank: int, world: int, layo
 
 @on_ranks(2)
 def test_misuse_is_named(rank: int, world: int) -> None:
-    model = build()
-    optimizer = dedicate(model, world, fsdp=False)
+    model = dedicated()
+    optimizer = dmuon.Muon(model, **OPTIONS)
     loss_of(model, *batch(0)).backward()
     with dmuon.summon_full_params(model):
         with pytest.raises(RuntimeError, match=r"step\(\) while block 'blocks\.0' is SUMMONED"):
@@ -139,8 +129,8 @@ def test_misuse_is_named(rank: int, world: int) -> None:
 
 @on_ranks(2)
 def test_what_graphs_of_owned_weights_cannot_do_is_refused(rank: int, world: int) -> None:
-    model = build()
-    optimizer = dedicate(model, world, fsdp=False)
+    model = dedicated()
+    optimizer = dmuon.Muon(model, **OPTIONS)
     model(batch(0)[0]).sum().backward(inputs=list(model.parameters()))
     with pytest.raises(RuntimeError, match=r"no parameter that dmuon owns has a gradient: backward\(inputs=…\)"):
         optimizer.step()
@@ -150,8 +140,7 @@ def test_what_graphs_of_owned_weights_cannot_do_is_refused(rank: int, world: int
 
 
 def warnings_of(groups: Callable[[nn.Module], Any]) -> list[str]:
-    model = build()
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (1,)), costs="flops")
+    model = dedicated()
     optimizer = dmuon.Muon(groups(model), **OPTIONS)
     with heard() as messages:
         for step in range(2):

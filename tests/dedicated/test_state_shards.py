@@ -99,7 +99,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 @on_ranks(2, timeout=60.0)
-def test_shards_compute_and_load_as_any_dtensor(rank: int, world: int) -> None:
+def test_shards_are_gathered_and_load_as_any_dtensor(rank: int, world: int) -> None:
     run = start("1d")
     expected = dict(build().state_dict())
     weights = copy.deepcopy(run.model.state_dict())
@@ -107,12 +107,8 @@ def test_shards_compute_and_load_as_any_dtensor(rank: int, world: int) -> None:
     name, shard = next((name, value) for name, value in weights.items() if name.endswith("up.weight"))
     everywhere = shard.redistribute(placements=[Replicate()])
     assert torch.equal(everywhere.to_local(), expected[name])
-    assert torch.equal(whole(shard * 2 + shard), expected[name] * 3)
-    twin = shard.clone()
-    twin.mul_(0.5).add_(shard)
-    assert torch.equal(whole(twin), expected[name] * 1.5)
     with pytest.raises(RuntimeError, match=r"to_local\(\) of .* is not an even shard"):
-        twin.to_local().zero_()
+        shard.clone().to_local().zero_()
 
     other = start("1d", seed=3)
     other.model.load_state_dict(weights)
@@ -137,7 +133,7 @@ def test_what_users_make_of_a_state_dict_is_saved_as_it_is_of_one_process(
     rank: int, world: int, layout: str, tmp_path: Path
 ) -> None:
     """Of matrices, fused projections, kernels and stacks, each file is loaded by one process that knows no dmuon."""
-    model, _ = fused(layout)
+    model, *_ = fused(layout)
     alone = FusedModel().state_dict()
     for number, use in enumerate(USES.values()):
         saved = {key: use(value) for key, value in model.state_dict().items()}
@@ -152,7 +148,7 @@ def test_what_users_make_of_a_state_dict_is_saved_as_it_is_of_one_process(
 @pytest.mark.parametrize(("layout", "world"), [("shard-2", 2), ("tp", 4)])
 @on_ranks(timeout=60.0)
 def test_one_rank_alone_makes_state_dicts(rank: int, world: int, layout: str) -> None:
-    model, optimizer = fused(layout)
+    model, optimizer, _ = fused(layout)
     if rank == 0:
         weights, moments = model.state_dict(), optimizer.state_dict()
         assert weights.keys() == FusedModel().state_dict().keys() and len(moments["state"]) == len(weights)
@@ -206,7 +202,7 @@ def test_old_checkpoints_load_bit_for_bit_and_are_saved_by_the_same_keys(
     rank: int, world: int, layout: str, tmp_path: Path
 ) -> None:
     """Of three topologies into others; what is saved then has the keys, shapes and values of what was loaded."""
-    model, optimizer = fused(layout)
+    model, optimizer, _ = fused(layout)
     for name in ("shard", "hsdp", "tp"):
         folder = unpacked(name, tmp_path / str(rank))
         weights, state = get_state_dict(model, optimizer)

@@ -87,7 +87,7 @@ def documented_messages() -> list[re.Pattern[str]]:
     return [re.compile(".*".join(re.escape(part.strip()) for part in m.split("…")), re.DOTALL) for m in quoted]
 
 
-REMEDIES = "build|call|count|dedicate_params|exclude|give|leave|make|measure|pass|sort|split|train|write"
+REMEDIES = "build|call|check|count|dedicate_params|exclude|give|leave|make|measure|move|pass|sort|split|train|use|write"
 # What is wrong says here what would be right.
 EVIDENT = ("must be|must return", "unexpected keyword", "none of", "one per stage", "has one owner", "part here is")
 

@@ -18,13 +18,14 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def dedicate(model: Any, mesh: Any = None, **options: Any) -> None:
+def dedicate(model: Any, mesh: Any = None, **options: Any) -> Any:
+    """The model, of which dmuon owns the matrices."""
     dmuon.dedicate_params(model, default_mesh() if mesh is None else mesh, **{"costs": "flops", **options})
+    return model
 
 
 def dedicated(**options: Any) -> Network:
-    model = build()
-    dedicate(model, **options)
+    model: Network = dedicate(build(), **options)
     return model
 
 

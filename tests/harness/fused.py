@@ -75,23 +75,28 @@ def split_params(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-    "shard": ((3,), ("shard",)),
+    "shard-1": ((1,), ("shard",)),
     "shard-2": ((2,), ("shard",)),
+    "shard-3": ((3,), ("shard",)),
+    "replicate-2": ((2,), ("replicate",)),
     "hsdp": ((2, 2), ("replicate", "shard")),
+    "tp-2": ((1, 2), ("shard", "tp")),
     "tp": ((2, 2), ("shard", "tp")),
 }
 
 
-def fused(layout: str) -> tuple[FusedModel, dmuon.Muon]:
-    """The model on one of ``MESHES``, where dmuon owns all that Muon takes, and its optimizer."""
+def fused(
+    layout: str, splits: Sequence[Split] = tuple(SPLITS), *, overlap_backward: bool = False, **options: Any
+) -> tuple[FusedModel, dmuon.Muon, DeviceMesh]:
+    """The model on one of ``MESHES``, where dmuon owns all that Muon takes, its optimizer, its data-parallel mesh."""
     extents, names = MESHES[layout]
     mesh = init_device_mesh("cpu", extents, mesh_dim_names=names)
-    model = FusedModel()
-    if layout == "tp":
+    model = FusedModel(splits)
+    if "tp" in names:
         split_params(model, mesh["tp"])
         mesh = mesh["shard"]
-    dmuon.dedicate_params(model, mesh, select=by_spec(), costs="flops")
-    return model, dmuon.Muon(model, **OPTIONS)
+    dmuon.dedicate_params(model, mesh, select=by_spec(splits), costs="flops", **options)
+    return model, dmuon.Muon(model, overlap_backward=overlap_backward, **OPTIONS), mesh
 
 
 def fused_batch(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:

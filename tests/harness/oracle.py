@@ -97,23 +97,32 @@ class Reference:
 
 
 def reference_weights(
-    steps: int = 5, matrix: Callable[[str], bool] = is_matrix, nesterov: bool = True, **building: Any
+    steps: int = 5,
+    matrix: Callable[[str], bool] = is_matrix,
+    nesterov: bool = True,
+    clip: float = torch.inf,
+    **building: Any,
 ) -> dict[str, Tensor]:
     """Weights of a single process after ``steps`` on the global batches, computed once for equal arguments.
 
     Args:
+        clip: the largest norm of all gradients of a step.
         building: what :func:`build` takes.
     """
-    return dict(_reference_weights(steps, matrix, nesterov, **building))
+    return dict(_reference_weights(steps, matrix, nesterov, clip, **building))
 
 
 @cache
-def _reference_weights(steps: int, matrix: Callable[[str], bool], nesterov: bool, **building: Any) -> dict[str, Tensor]:
+def _reference_weights(
+    steps: int, matrix: Callable[[str], bool], nesterov: bool, clip: float, **building: Any
+) -> dict[str, Tensor]:
     model = build(**building)
     optimizer = Reference(model, matrix=matrix, nesterov=nesterov)
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, *batch(step)).backward()
+        if clip < torch.inf:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return {n: p.detach().clone() for n, p in model.state_dict().items()}
 

@@ -74,14 +74,10 @@ class RankPool:
 
     The pool is ended after a failure that may have left a worker in an unknown state, and built again by
     the next call. After an error that all ranks survived, the next call gets new groups.
-
-    Args:
-        renew: every call gets new groups.
     """
 
-    def __init__(self, most: int = MAX_WORLD, renew: bool = False) -> None:
+    def __init__(self, most: int = MAX_WORLD) -> None:
         self.most = most
-        self.renew = renew
         self.generations: Counter[int] = Counter()
         self.directory = tempfile.TemporaryDirectory(prefix="dmuon-ranks-")
         self.workers: list[_Worker] = []
@@ -161,7 +157,7 @@ class RankPool:
         try:
             self.grow(world)
             assert self.store is not None
-            alone = fresh or self.renew or pg_timeout != COLLECTIVE_SECONDS
+            alone = fresh or pg_timeout != COLLECTIVE_SECONDS
             number, generation = next(self.calls), self.generations[world]
             header = Call(sys.path, world, number, generation, alone, self.store.port, pg_timeout)
             for worker in self.workers[:world]:

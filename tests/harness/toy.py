@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+import dmuon
 from harness import network
-from harness.network import Block, Network, Size, loss_of, shard
+from harness.network import Block, Network, Size, full_state, loss_of, shard
 
 VOCAB, WIDTH, HIDDEN = 17, 13, 29
 SIZE = Size(WIDTH, HIDDEN, layers=3, vocabulary=VOCAB)
@@ -35,6 +36,12 @@ def build(
 def batch(step: int, rows: int = 12) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one global step, the same in every process."""
     return network.batch(SIZE, rows, 5, step, CPU)
+
+
+def trained(model: nn.Module, rank: int, world: int, steps: int = 2) -> dict[str, Tensor]:
+    """Whole weights after some steps by ``dmuon.Muon``. Collective."""
+    train(model, dmuon.Muon(model, **OPTIONS), range(steps), rank, world)
+    return full_state(model)
 
 
 def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int = 0, world: int = 1) -> None:

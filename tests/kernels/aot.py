@@ -24,35 +24,22 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync")
 
 # Shared memory that one block may take, in bytes, by compute capability.
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}
+INSTRUCTION = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 PROCESSORS = 100
-
-# Of one multiprocessor: shared memory (CUDA keeps 1 KiB of it for each block), threads, blocks.
-_ROOM = {
-    80: (167936, 2048, 32),
-    86: (102400, 1536, 16),
-    89: (102400, 1536, 24),
-    90: (233472, 2048, 32),
-    100: (233472, 2048, 32),
-    120: (102400, 1536, 24),
-}
-_RESERVED, _REGISTERS, _TENSOR_COLUMNS = 1024, 1 << 16, 512
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What one compiled kernel takes.
 
-    ``registers`` and ``spill_bytes`` (stack and local memory) are per thread, ``shared_bytes`` per block. ``blocks``
-    is how many run on one multiprocessor at once. ``instruction`` is the matrix instruction in the PTX:
-    ``"tcgen05.mma"``, ``"wgmma"``, ``"mma.sync"``, or ``"none"``.
+    ``registers`` and ``spill_bytes`` (stack and local memory) are per thread, ``shared_bytes`` per block.
+    ``instruction`` is the matrix instruction in the PTX: ``"tcgen05.mma"``, ``"wgmma"``, ``"mma.sync"``, or ``"none"``.
     """
 
     registers: int
     spill_bytes: int
     shared_bytes: int
-    blocks: int
     instruction: str
     ptx: str = field(repr=False)
 
@@ -102,23 +89,13 @@ def resources(kernel: Any) -> Resources:
     """What a compiled ``kernel`` takes."""
     usage = _resource_usage(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
-    warps, target = kernel.metadata.num_warps, kernel.metadata.target
     return Resources(
         registers=usage["REG"],
         spill_bytes=usage["STACK"] + usage["LOCAL"],
         shared_bytes=kernel.metadata.shared,
-        blocks=_blocks(usage["REG"], kernel.metadata.shared, kernel.metadata.tmem_size, warps, target.arch),
         instruction=next((name for name in _INSTRUCTIONS if name in ptx), "none"),
         ptx=ptx,
     )
-
-
-def _blocks(registers: int, shared: int, columns: int, warps: int, arch: int) -> int:
-    """Registers are given to warps in units of 8 a thread; ``columns`` are those of tensor memory."""
-    memory, threads, most = _ROOM[arch]
-    by_registers = _REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
-    by_columns = _TENSOR_COLUMNS // columns if columns else most
-    return min(by_registers, memory // (shared + _RESERVED), threads // (32 * warps), by_columns, most)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -70,10 +70,6 @@ class Batch:
     sigma: Tensor  # (k, m)
     vh: Tensor  # (k, m, n)
 
-    @property
-    def alpha(self) -> float:
-        return self.x.shape[-1] / self.x.shape[-2]
-
 
 def stress_set(plan: Sequence[tuple[int, int, int, int]]) -> list[Batch]:
     """The matrices of ``plan``: ``(m, n, seed, stride)`` takes every ``stride``-th kind."""

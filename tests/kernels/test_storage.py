@@ -15,6 +15,7 @@ from torch import Tensor
 from zoo import gaussian, relative
 
 from dmuon.kernels import (
+    QUINTICS,
     apply_update_,
     carrier_dtype,
     choose_variant,
@@ -35,7 +36,7 @@ storage = importlib.import_module("dmuon.kernels.device")
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 POLAR = coefficient_sequence("polar_express", 5)
-ROUNDOFF = 2.0**-8  # of bf16: a value rounded once errs by no more of itself
+ROUNDOFF = {BF16: 2.0**-8, torch.float16: 2.0**-11}  # a value rounded once errs by no more of itself
 
 
 @pytest.fixture(params=[True, False], ids=["multiplied", "rounded"])
@@ -68,24 +69,29 @@ def test_matrices_are_kept_in_bf16_where_the_cpu_multiplies_it(native, backend):
 
 
 @pytest.mark.parametrize("beta", [0.0, -1.7])
-def test_a_product_rounds_once(native, beta):
+@pytest.mark.parametrize("dtype", ROUNDOFF)
+def test_a_product_rounds_once(native, dtype, beta):
     """Also what is added, and what is split: no further from the exact result than one rounding takes it."""
     a = gaussian(300, 300)
-    a = (a + a.mT).to(BF16).double()
-    c = (a - 3 * a.mT).to(BF16).double()
+    a = (a + a.mT).to(dtype).double()
+    c = (a - 3 * a.mT).to(dtype).double()
     exact = 0.3 * (a @ a) + beta * c
     for backend in ("torch", "split"):
-        arithmetic = make_arithmetic(backend, CPU, BF16)
+        arithmetic = make_arithmetic(backend, CPU, dtype)
         left, added = a.to(arithmetic.carrier), c.to(arithmetic.carrier)
-        found = arithmetic.symmetric(added, left, left, alpha=0.3, beta=beta).double()
+        found = arithmetic.symmetric(added, left, left, alpha=0.3, beta=beta)
+        assert torch.equal(found, found.to(dtype).to(found.dtype)), "no value that the dtype has not"
         # fp32 sums of 300 products err too, against the largest of them.
-        assert bool(((found - exact).abs() <= ROUNDOFF * exact.abs() + 1e-5 * exact.abs().max()).all())
+        error = (found.double() - exact).abs()
+        assert bool((error <= ROUNDOFF[dtype] * exact.abs() + 1e-5 * exact.abs().max()).all())
 
 
-def test_bf16_stays_in_range_on_the_stress_set(native, batches):
-    limit = max(polynomial(batch.sigma, POLAR).max().item() for batch in batches) + MARGIN
+@pytest.mark.parametrize("preset", QUINTICS)
+def test_bf16_stays_in_range_on_the_stress_set(native, batches, preset):
+    steps = coefficient_sequence(preset, 5)
+    limit = max(polynomial(batch.sigma, steps).max().item() for batch in batches) + MARGIN
     for batch in batches:
-        ours = orthogonalize(batch.x.float(), dtype=BF16).double()
+        ours = orthogonalize(batch.x.float(), coefficients=preset, dtype=BF16).double()
         assert ours.isfinite().all()
         assert torch.linalg.matrix_norm(ours, 2).max().item() <= limit
 

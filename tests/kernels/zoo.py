@@ -23,18 +23,6 @@ def commuting(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) ->
     return (s @ s - 0.3 * s).to(dtype), (0.5 * s @ s + s + 0.1 * identity).to(dtype)
 
 
-def torch_newton_schulz(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """torch.optim.Muon's loop, in the dtype of ``x`` instead of its hard-wired bf16."""
-    a, b, c = coefficients
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
-
-
 def _orthogonal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """``(rows, columns)`` with orthonormal columns."""
     gaussian = torch.randn(rows, columns, generator=generator, dtype=torch.float64)

@@ -23,7 +23,7 @@ from harness.network import full_state, is_matrix, loss_of, shard, shard_blocks
 from harness.on_ranks import of_all_ranks, on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
-from harness.toy import OPTIONS, batch, build, train
+from harness.toy import batch, build, trained
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -38,11 +38,6 @@ NAMES = sorted(n for n, _ in build().named_parameters() if is_matrix(n))
 # No heuristic can prove its plan over two ranks: three matrices of 70 ns and six of 100 ns never split into halves.
 EXACT = SolveOptions(method="milp", gap_target=0)
 UNEVEN = dmuon.solver.CostTable({(13, 13): {1: 70}, (13, 29): {1: 100}})
-
-
-def trained(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
-    train(model, dmuon.Muon(model, **OPTIONS), range(2), rank, world)
-    return full_state(model)
 
 
 # -- one plan -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ from harness.assertions import assert_equal_weights, assert_same_tensors
 from harness.commands import command
 from harness.configs import SMALL_LLAMA, written
 from harness.dedicated_toy import refused
-from harness.network import full_state, is_matrix
+from harness.network import is_matrix
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
+from harness.plans import rotated
 from harness.pool import RankPool
-from harness.toy import OPTIONS, build, train
+from harness.toy import build, trained
 from harness.trees import H, llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -46,18 +45,6 @@ def toy_plan(world: int, table: CostTable = BATCHED) -> OwnerPlan:
     named = build().named_parameters()
     matrices = [Matrix(n, *p.shape, ".".join(n.split(".")[:2])) for n, p in named if is_matrix(n)]
     return OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), FoundCosts(table, "a table"))
-
-
-def trained(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
-    train(model, dmuon.Muon(model, **OPTIONS), range(3), rank, world)
-    return full_state(model)
-
-
-def rotated(plan: OwnerPlan) -> OwnerPlan:
-    """The same plan with every matrix one rank further."""
-    old = plan.solution
-    owners = {name: (owner + 1) % plan.world for name, owner in old.owners.items()}
-    return replace(plan, solution=replace(old, owners=owners, loads_ns=old.loads_ns[-1:] + old.loads_ns[:-1]))
 
 
 # -- files --------------------------------------------------------------------------------------------------------
@@ -161,7 +148,7 @@ def test_a_run_with_a_saved_plan_repeats_the_run_that_saved_it_bit_by_bit(
         first.save(path)
     dist.barrier()
     weights = trained(model, rank, world)
-    assert_equal_weights(weights, reference_weights(3))
+    assert_equal_weights(weights, reference_weights(2))
     elsewhere = path if rank == 0 else "/nonexistent/plan.json"  # only rank 0 reads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dmuon.planning.cost_lookup.find_costs", not_again)
@@ -206,100 +193,84 @@ def test_owners_and_batches_are_the_files_and_bytes_this_runs(rank: int, world: 
 # -- refused ------------------------------------------------------------------------------------------------------
 
 
-def refused_after(_rank: int, _world: int, options: dict[str, Any], alter: str = "") -> None:
-    """For a model that is another than the plan's."""
-    model = build(layers={"more blocks": 4, "fewer blocks": 2}.get(alter, 3))
-    if alter == "transposed":
-        model.blocks[1].up = nn.Linear(29, 13)
-    elif alter == "other blocks":
-        options = {**options, "blocks": lambda fqn, module: fqn == "blocks.0" or fqn == "blocks.1.mix"}
-        options["select"] = lambda fqn, module, param: fqn in ("blocks.0.mix.weight", "blocks.1.mix.weight")
-    refused(model, **{"costs": None, **options})
-
-
 LOADED = r"the owner plan \(loaded from .*plan\.json\)"
 TWO_MATRICES = [Matrix(f"blocks.{i}.mix.weight", 13, 13, f"blocks.{i}") for i in range(2)]
+OTHER_BLOCKS: dict[str, Any] = {
+    "blocks": lambda fqn, module: fqn == "blocks.0" or fqn == "blocks.1.mix",
+    "select": lambda fqn, module, param: fqn in ("blocks.0.mix.weight", "blocks.1.mix.weight"),
+}
 
 
 def plan_of_two_matrices(path: Path) -> None:
     OwnerPlan.from_solution(dmuon.solver.plan(TWO_MATRICES, 2, BATCHED), FoundCosts(BATCHED, "a table")).save(path)
 
 
-def tampered_plan(change: Callable[[dict[str, Any]], None], path: Path) -> None:
-    toy_plan(2).save(path)
-    tampered(path, change)
+def transposed() -> nn.Module:
+    model = build()
+    model.blocks[1].up = nn.Linear(29, 13)
+    return model
+
+
+# What writes the file, another model than the file's, options, and what is told.
+UNFIT: list[tuple[Callable[[Path], Any], Callable[[], nn.Module], dict[str, Any], str]] = [
+    (toy_plan(3).save, build, {}, rf"{LOADED} is for 3 ranks, this mesh has 2; plan again: leave plan= out"),
+    (
+        toy_plan(2).save,
+        lambda: build(layers=4),
+        {},
+        rf"{LOADED} has no owner for parameter 'blocks\.3\.\w+\.weight'.*; plan again: leave plan=",
+    ),
+    (
+        toy_plan(2).save,
+        lambda: build(layers=2),
+        {},
+        rf"{LOADED} holds 'blocks\.2\.\w+\.weight', which is no parameter that .*; plan again",
+    ),
+    (
+        toy_plan(2).save,
+        transposed,
+        {},
+        r"'blocks\.1\.up\.weight' with shape \(29, 13\), here it is \(13, 29\); plan again",
+    ),
+    (
+        plan_of_two_matrices,
+        build,
+        OTHER_BLOCKS,
+        r"'blocks\.1\.mix\.weight' with block 'blocks\.1', here it is 'blocks\.1\.mix'; plan again",
+    ),
+    (lambda path: path.write_text("{}"), build, {}, r"plan file .*plan\.json: field 'schema'"),
+]
 
 
 @pytest.mark.pitfall("P21", "P49", "P50")
-@pytest.mark.parametrize(
-    ("save", "alter", "says"),
-    [
-        (toy_plan(3).save, "", rf"{LOADED} is for 3 ranks, this mesh has 2; plan again: leave plan= out"),
-        (
-            toy_plan(2).save,
-            "more blocks",
-            rf"{LOADED} has no owner for parameter 'blocks\.3\.\w+\.weight'.*; plan again: leave plan=",
-        ),
-        (
-            toy_plan(2).save,
-            "fewer blocks",
-            rf"{LOADED} holds 'blocks\.2\.\w+\.weight', which is no parameter that .*; plan again",
-        ),
-        (
-            toy_plan(2).save,
-            "transposed",
-            r"'blocks\.1\.up\.weight' with shape \(29, 13\), here it is \(13, 29\); plan again",
-        ),
-        (
-            plan_of_two_matrices,
-            "other blocks",
-            r"'blocks\.1\.mix\.weight' with block 'blocks\.1', here it is 'blocks\.1\.mix'; plan again",
-        ),
-        (partial(tampered_plan, set_owner), "", r"plan file .*plan\.json: .*(digest|SHA-256)"),
-        (partial(tampered_plan, set_chunk), "", r"plan file .*plan\.json: .*(digest|SHA-256)"),
-    ],
-)
-def test_a_file_that_does_not_fit_is_refused_on_every_rank(
-    ranks: RankPool, tmp_path: Path, save: Callable[[Path], None], alter: str, says: str
-) -> None:
-    path = tmp_path / "plan.json"
-    save(path)
-    ranks(2, refused_after, {"plan": str(path)}, alter, expect=ValueError, match=says, timeout=30)
-
-
-def refused_by_rank(rank: int, world: int, options: list[dict[str, Any]]) -> None:
-    refused_after(rank, world, options[rank])
+@on_ranks(2)
+def test_a_file_that_does_not_fit_is_refused_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:
+    for number, (save, make, options, says) in enumerate(UNFIT):
+        path = tmp_path / f"{number}-plan.json"
+        if rank == 0:
+            save(path)
+        dist.barrier()
+        with pytest.raises(ValueError, match=says):
+            refused(make(), plan=str(path), costs=None, **options)
 
 
 PLAN = toy_plan(2)
 OTHER = r"option plan is a plan with digest \w{64} on rank 1 and a plan with digest \w{64} on .*every rank"
+OF_RANK_1: list[tuple[Any, str]] = [
+    (rotated(PLAN), OTHER),
+    (toy_plan(2, CostTable.from_flops(BATCHED.costs)), OTHER),
+    (replace(PLAN, chunks={(13, 13): 1, (13, 29): 1}), OTHER),
+    ("plan.json", "plan is a path on rank 1 and a plan with .*every rank"),
+    (None, "plan is None on rank 1 and a plan with digest.*every rank"),
+]
 
 
 @pytest.mark.pitfall("P21", "P49")
-@pytest.mark.parametrize(
-    ("first", "second", "error", "says"),
-    [
-        *(
-            (options, options, error, says)
-            for options, error, says in (
-                ({"plan": "no.json"}, ValueError, "plan file no.json: no such file; check the path, or plan again"),
-                ({"plan": 3}, TypeError, r"plan must be None, a dmuon\.OwnerPlan or the path of one, got int"),
-                ({"plan": "p", "costs": "flops"}, ValueError, "costs= says how to plan, and plan= is a plan .*; leave"),
-                ({"plan": "p", "solve": GREEDY}, ValueError, "solve= says how to plan, and plan= is a plan .*; leave"),
-            )
-        ),
-        ({"plan": PLAN}, {"plan": rotated(PLAN)}, ValueError, OTHER),
-        ({"plan": PLAN}, {"plan": toy_plan(2, CostTable.from_flops(BATCHED.costs))}, ValueError, OTHER),
-        ({"plan": PLAN}, {"plan": replace(PLAN, chunks={(13, 13): 1, (13, 29): 1})}, ValueError, OTHER),
-        ({"plan": PLAN}, {"plan": "plan.json"}, ValueError, "plan is a path on rank 1 and a plan with .*every rank"),
-        ({"plan": PLAN}, {}, ValueError, "plan is None on rank 1 and a plan with digest.*every rank"),
-    ],
-    ids=["missing", "type", "costs", "solve", "owners", "other costs", "batches", "path", "none"],
-)
-def test_a_wrong_option_or_another_plan_is_refused_on_every_rank(
-    ranks: RankPool, first: dict[str, Any], second: dict[str, Any], error: type[Exception], says: str
-) -> None:
-    ranks(2, refused_by_rank, [first, second], expect=error, match=says, timeout=30)
+@on_ranks(2)
+def test_another_plan_on_one_rank_is_refused_on_every_rank(rank: int, world: int) -> None:
+    for plan, says in OF_RANK_1:
+        with pytest.raises(ValueError, match=says):
+            refused(build(), plan=plan if rank else PLAN, costs=None)
 
 
 # -- from dmuon-plan ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from dmuon.planning import device_key, profiler
+from dmuon.planning import profiler
 
 CPU = torch.device("cpu")
 
@@ -127,24 +127,3 @@ def test_what_is_timed_is_built_before_the_budget_counts(monkeypatch):
     profiler.build_kernels({(24, 32): (1, 2)}, device=CPU)
     assert run == [(1, "standard torch by85"), (2, "standard torch by85")], "as a step runs them"
     assert waited == [CPU]
-
-
-RUNS = [
-    profiler.NsOptions(),
-    profiler.NsOptions(steps=4),
-    profiler.NsOptions("classic"),
-    profiler.NsOptions((3.0, -4.0, 2.0)),
-    profiler.NsOptions((3.0, -4.0, 2.0), 3, torch.float16),
-    profiler.NsOptions("you", 4, torch.bfloat16),
-    profiler.NsOptions(dtype=torch.float16),
-]
-
-
-@pytest.mark.pitfall("P10")
-def test_each_option_is_part_of_the_key():
-    keys = [device_key.device_key(CPU, options) for options in RUNS]
-    assert len(set(keys)) == len(keys)
-    for options, key in zip(RUNS, keys, strict=True):
-        assert key.dtype == str(options.dtype or torch.float32).removeprefix("torch.")
-        assert key.sm_count == 0 and key.device and key.torch == torch.__version__ and len(key.kernels) == 16
-    assert keys[0].dtype == "float32" and keys[0] == device_key.device_key(CPU, profiler.NsOptions(dtype=torch.float32))

@@ -30,20 +30,6 @@ class Out:
     aux: Tensor
 
 
-class Slots:
-    __slots__ = ("aux", "hidden", "never_set")
-
-    def __init__(self, hidden: Tensor, aux: Tensor) -> None:
-        self.hidden, self.aux = hidden, aux
-
-
-class Notes:
-    """An object that all blocks share."""
-
-    def __init__(self) -> None:
-        self.losses: dict[str, list[Tensor]] = {"aux": []}
-
-
 class Gated(Block):
     """Beside the toy's block a matrix that only an auxiliary loss trains; a way is how both come out."""
 
@@ -51,8 +37,6 @@ class Gated(Block):
         super().__init__(size)
         self.gate = nn.Linear(size.width, size.width)
         self.way = way
-        self.notes = Notes()
-        self.register_buffer("kept", torch.zeros(()), persistent=False)
         self.left: Any = None
 
     def forward(self, x: Tensor) -> Any:
@@ -65,22 +49,8 @@ class Gated(Block):
     def by_dataclass(self, hidden: Tensor, aux: Tensor) -> Any:
         return Out(hidden, aux)
 
-    def by_slots(self, hidden: Tensor, aux: Tensor) -> Any:
-        return [Slots(hidden, aux)]
-
-    def by_closure(self, hidden: Tensor, aux: Tensor) -> Any:
-        return partial(lambda of, also: (of, also()), hidden, lambda: aux)
-
     def by_attribute(self, hidden: Tensor, aux: Tensor) -> Any:
         self.left = aux
-        return hidden
-
-    def by_buffer(self, hidden: Tensor, aux: Tensor) -> Any:
-        self.kept = aux
-        return hidden
-
-    def by_notes(self, hidden: Tensor, aux: Tensor) -> Any:
-        self.notes.losses["aux"].append(aux)
         return hidden
 
     def by_board(self, hidden: Tensor, aux: Tensor) -> Any:
@@ -100,23 +70,14 @@ class Reading(Network):
         x, aux = self.embed(tokens), []
         BOARD.clear()
         for block in self.blocks:
-            block.notes.losses["aux"].clear()
             out = block(x)
             match block.way:
                 case "tuple":
                     x, found = out
                 case "dataclass":
                     x, found = out.hidden, out.aux
-                case "slots":
-                    x, found = out[0].hidden, out[0].aux
-                case "closure":
-                    x, found = out()
                 case "attribute":
                     x, found = out, block.left
-                case "buffer":
-                    x, found = out, block.kept
-                case "notes":
-                    x, found = out, block.notes.losses["aux"][0]
                 case "board":
                     x, found = out, BOARD[-1]
                 case _:
@@ -264,7 +225,7 @@ def towers_loss(model: Towers, step: int, part: int, parts: int, _: Any) -> Tens
     return loss
 
 
-SEEN, UNSEEN = ("dataclass", "slots", "closure", "attribute", "buffer", "notes"), ("board", "board_alone")
+WAYS = ("dataclass", "attribute", "board", "board_alone")  # beside a tuple: no hook of dmuon looks into any of them
 TOWERS = [  # how weights are used, hooks inside, what is around readers, hooks outside
     ("view", "nothing", "nothing", "nothing"),
     ("view", "pass through", "nothing", "nothing"),

@@ -33,7 +33,6 @@ UPDATE = "tests/kernels/test_update.py"
 LIMITS = "tests/solver/test_limits.py"
 BUFFER = "tests/layout/test_buffer.py"
 REDISTRIBUTION = "tests/comm/test_redistribution.py"
-PROGRAMS = "tests/dedicated/test_unusual_programs.py"
 PARITY = "tests/parity/test_parity.py"
 RESUMED = "tests/parity/test_checkpoints.py -k goes_on_as"
 EXCHANGED = "tests/exchanged/test_exchanged.py"
@@ -84,8 +83,6 @@ FAULTS = {
     f"{PARITY} -k programs_equal_one_process": {
         "generation_not_raised": "runtime.generation += «1→0»",
         "an_accumulated_gradient_is_dropped": "local_tensor(before).«add_→copy_»(local)",
-    },
-    f"{PROGRAMS} -k parameters_that_only_some_ranks_use": {
         "unused_gradients_are_zero": "zip(keys, flags, strict=True) «if flag→if True»",
     },
     "tests/dedicated/test_comm_options.py": {

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from programs.left_behind import SEEN, TOWERS, UNSEEN, Towers, auxiliary_loss, model_of, towers_loss
+from programs.left_behind import TOWERS, WAYS, Towers, auxiliary_loss, model_of, towers_loss
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -226,6 +226,24 @@ class OptionalBlock(nn.Module):
         return x + self.mix(x) + (self.extra(x) if use else 0.0)
 
 
+# Of each micro-batch of a step, which of its four parts use the optional matrices, and its kind; how many are unused.
+USES: list[tuple[list[tuple[tuple[bool, ...], str]], int]] = [
+    ([((False, True, False, False), "replica"), ((False,) * 4, "full")], 0),
+    ([((False, False, False, True), "none"), ((True, False, False, False), "replica"), ((False,) * 4, "full")], 0),
+    ([((False,) * 4, "replica"), ((False,) * 4, "full")], 5),
+    ([((True, False, False, False), "replica"), ((False, False, True, False), "full")], 0),
+]
+
+
+def optional_loss(model: nn.Module, step: int, part: int, parts: int, _: torch.dtype) -> Tensor:
+    """``step``: ten times that of the loop, and the number of the micro-batch."""
+    x = torch.randn(4, 4, WIDTH, generator=torch.Generator().manual_seed(step))
+    uses, _kind = USES[step // 10][0][step % 10]
+    mine = range(4 * part // parts, 4 * (part + 1) // parts)
+    total: Tensor = sum(model(x[i], uses[i]).square().mean() for i in mine) / len(mine)
+    return total
+
+
 # -- training loops -------------------------------------------------------------------------------------------------
 
 Loss = Callable[[int], Tensor]
@@ -242,16 +260,73 @@ def accumulate(model: nn.Module, kind: str) -> None:
         dmuon.set_requires_all_reduce(model, kind == "full")
 
 
-def dropped_batch(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(3):
+def to_none_by_hand(model: nn.Module, _optimizer: Any) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def delete_gradients(model: nn.Module, _optimizer: Any) -> None:
+    for param in model.parameters():
+        del param.grad
+
+
+CLEARS: list[Callable[[nn.Module, Any], None]] = [
+    lambda model, optimizer: model.zero_grad(),
+    lambda model, optimizer: model.zero_grad(set_to_none=False),
+    lambda model, optimizer: optimizer.zero_grad(),
+    lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    to_none_by_hand,
+    delete_gradients,
+]
+
+
+def cleared(model: nn.Module, optimizer: Any, loss: Loss, *, kind: str) -> None:
+    """Gradients of an accumulation that was given up reach no step, however they were cleared."""
+    for step, clear in enumerate(CLEARS):
+        accumulate(model, kind)
         loss(10 + step).backward()
-        if step == 1:
-            model.zero_grad()  # not the optimizer's: a skipped step must leave nothing behind whoever clears it
-        else:
-            optimizer.zero_grad()
+        clear(model, optimizer)
+        left = [n for n, p in model.named_parameters() if p.grad is not None and local_tensor(p.grad).any()]
+        assert not left, f"step {step}: {left}"
+        accumulate(model, "full")
         loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+HOOKED = ("blocks.0.mix.weight", "blocks.1.up.weight", "blocks.2.down.weight")
+
+
+def register_hooks(model: nn.Module) -> list[Any]:
+    """Of each matrix two that change what is learnt, and one that comes after them."""
+
+    def reverse(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(-2.0)
+
+    handles = []
+    for name in HOOKED:
+        param = model.get_parameter(name)
+        handles.append(param.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3)))
+        handles.append(param.register_hook(lambda grad: grad * 0.5 + 1e-4))
+        handles.append(param.register_post_accumulate_grad_hook(reverse))
+    return handles
+
+
+def with_hooks() -> Network:
+    """They are there before anything is laid out."""
+    model = build()
+    model.hooks = register_hooks(model)
+    return model
+
+
+def hooked(model: Any, optimizer: Any, loss: Loss) -> None:
+    """Hooks see what the owner gets, until they are removed."""
+    handles = getattr(model, "hooks", None) or register_hooks(model)
+    steps(model, optimizer, loss, count=3)
+    for handle in handles:
+        handle.remove()
+    steps(model, optimizer, loss, count=1)
 
 
 def two_forwards_two_backwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
@@ -289,30 +364,6 @@ def exceptions(model: nn.Module, optimizer: Any, loss: Loss) -> None:
         optimizer.step()
 
 
-def retry_out_of_memory(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    """A batch that fails within a forward or a backward is dropped and run again in two halves."""
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory left")
-
-    def fail_backward(_module: nn.Module, _args: Any, out: Tensor) -> None:
-        out.register_hook(fail)
-
-    for step in range(4):
-        optimizer.zero_grad()
-        block = model.blocks[step % 3]
-        where = block.up.register_forward_hook(fail_backward if step % 2 else fail)
-        accumulate(model, "full")
-        with pytest.raises(torch.OutOfMemoryError):
-            loss(step).backward()
-        where.remove()
-        optimizer.zero_grad()
-        for kind in ("none", "full"):
-            accumulate(model, kind)
-            (loss(step) / 2).backward()
-        optimizer.step()
-
-
 def only_forwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     optimizer.step()  # before the first forward, without gradients
     with torch.no_grad():
@@ -341,17 +392,6 @@ def drop_then_skip(model: Skipping, optimizer: Any, loss: Loss, *, kind: str) ->
         left = [n for n, p in model.blocks[step].named_parameters() if p.grad is not None]
         assert not left, f"step {step}: {left} of a block that did not run"
         model.skipped = None
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def dropped_by_zeroing(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(2):
-        accumulate(model, "none")
-        loss(50 + step).backward()
-        model.zero_grad(set_to_none=False)
-        accumulate(model, "full")
-        loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -414,6 +454,17 @@ def clipped(model: nn.Module, optimizer: Any, loss: Loss, *, by: str) -> None:
         optimizer.step()
 
 
+def used_by_some(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """A parameter that no rank used keeps ``grad is None`` and is skipped."""
+    for step, (micro, unused) in enumerate(USES):
+        optimizer.zero_grad()
+        for i, (_, kind) in enumerate(micro):
+            accumulate(model, kind)
+            loss(10 * step + i).backward()
+        assert sum(p.grad is None for p in model.parameters()) == unused
+        optimizer.step()
+
+
 SCALE, POISONED = 2.0**10, 1
 
 
@@ -466,6 +517,13 @@ def network_loss(model: nn.Module, step: int, part: int, parts: int, dtype: torc
     return loss_of(model, *shard(batch(step), part, parts), dtype)
 
 
+def penalized_loss(model: nn.Module, step: int, part: int, parts: int, dtype: torch.dtype) -> Tensor:
+    """With norms of the matrices, which an owner alone holds."""
+    matrices = [p for name, p in model.named_parameters() if is_matrix(name)]
+    penalty = 0.3 * sum(p.norm() for p in matrices) + 0.1 * sum(p.norm(1) + p.norm(3) for p in matrices)
+    return network_loss(model, step, part, parts, dtype) + penalty
+
+
 @dataclass(frozen=True)
 class Program:
     """A training loop, and the model that it trains.
@@ -514,6 +572,7 @@ PROGRAMS: dict[str, Program] = {
     "accumulated": Program(partial(accumulated, kind="full")),
     "accumulated locally": Program(partial(accumulated, kind="none")),
     "accumulated in replicas": Program(partial(accumulated, kind="replica")),
+    "norms in the loss": Program(partial(steps, count=2), loss=penalized_loss),
     "clipped": Program(partial(clipped, by="dmuon")),
     "clipped by torch": Program(partial(clipped, by="torch")),
     "scaled": Program(scaled, make=partial(build, hidden=28)),
@@ -522,12 +581,20 @@ PROGRAMS: dict[str, Program] = {
         kind: Program(partial(steps, count=3), make=partial(Variant, kind), matrix=variant_matrix, frees=True)
         for kind in KINDS
     },
-    "retry out of memory": Program(retry_out_of_memory, alone=True),
     "only forwards": Program(only_forwards, alone=True),
+    "used by some ranks": Program(
+        used_by_some,
+        alone=True,
+        make=Optional,
+        matrix=lambda name: name.startswith("blocks.") and name.endswith("weight"),
+        loss=optional_loss,
+    ),
     "exceptions": Program(exceptions, alone=True),
-    "dropped batch": Program(dropped_batch),
+    "cleared, full": Program(partial(cleared, kind="full")),
+    **{f"cleared, {kind}": Program(partial(cleared, kind=kind), alone=True) for kind in ("none", "replica")},
+    "gradient hooks": Program(hooked),
+    "gradient hooks from before": Program(hooked, make=with_hooks),
     "two forwards two backwards": Program(two_forwards_two_backwards),
-    "dropped by zeroing": Program(dropped_by_zeroing, alone=True),
     **{f"momentum {how}": Program(partial(reset_momentum, how=how)) for how in ("replaced", "cleared", "zeroed")},
     **{
         f"{name}, {kind}": Program(partial(loop, kind=kind), alone=True, make=skipping)
@@ -536,8 +603,11 @@ PROGRAMS: dict[str, Program] = {
     },
     **{
         f"auxiliary loss by {way}": Program(partial(steps, count=2), make=partial(model_of, way), loss=auxiliary_loss)
-        for way in (*SEEN, *UNSEEN)
+        for way in WAYS
     },
+    "auxiliary loss, accumulated locally": Program(
+        partial(accumulated, kind="none"), alone=True, make=partial(model_of, "board"), loss=auxiliary_loss
+    ),
     **{
         f"keys in a cache, {i}": Program(
             partial(steps, count=2), make=partial(Towers, *way), matrix=_matrix, loss=towers_loss

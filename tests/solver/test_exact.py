@@ -40,8 +40,8 @@ def test_column_generation_closes_the_gap_that_the_envelope_leaves() -> None:
     assert closed.reason == "proven within 0.00% of the optimum by column generation"
 
 
-def test_patterns_find_what_lpt_misses(leave_out: Callable[..., None]) -> None:
-    leave_out("search")
+@pytest.mark.usefixtures("lpt_alone")
+def test_patterns_find_what_lpt_misses() -> None:
     assert plan(*GRAHAM, SolveOptions(method="greedy")).makespan_ns == 11
     result = plan(*GRAHAM, EXACT)
     assert (result.makespan_ns, result.bound_ns, result.stage) == (9, 9, "patterns")
@@ -106,10 +106,9 @@ def test_a_failing_solver_leaves_the_heuristic_plan_and_a_warning(
 
 
 @pytest.mark.pitfall("P51")
-def test_a_claim_that_an_assignment_refutes_ends_the_search(
-    monkeypatch: pytest.MonkeyPatch, leave_out: Callable[..., None]
-) -> None:
-    leave_out("search")  # 11 ns, where 9 ns is possible
+@pytest.mark.usefixtures("lpt_alone")
+def test_a_claim_that_an_assignment_refutes_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LPT takes 11 ns, where 9 ns is possible."""
     monkeypatch.setattr(exact, "_DIVES", (0.0,))
     monkeypatch.setattr(exact._Search, "_raise_bound", lambda self, pool: self.tell(bound=10))
     monkeypatch.setattr(exact.PatternPool, "assign", lambda self, capacity: planner.multifit(self.problem, 9, 11))
@@ -123,7 +122,7 @@ def test_a_claim_that_an_assignment_refutes_ends_the_search(
 
 @given(problems())
 @settings(deadline=None, max_examples=25)
-@pytest.mark.usefixtures("patterns_only")
+@pytest.mark.usefixtures("lpt_alone")
 def test_patterns_refute_no_capacity_that_suffices_and_assign_every_matrix_within_it(case: Case) -> None:
     optimum, result = exact_makespan(*case), plan(*case, SolveOptions(gap_target=0.0))
     assert optimum is not None and result.bound_ns <= optimum <= result.makespan_ns

@@ -8,7 +8,6 @@ if the stream of the later one does not know the tick of the earlier one. Nothin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -192,8 +191,3 @@ class Memory:
 
     def ordered(self, stream: Stream, earlier: Access) -> bool:
         return earlier.stream is stream or self.clock.knows(stream, earlier.stream, earlier.tick)
-
-
-def total(races: Iterable[Counter[Race]]) -> Counter[Race]:
-    """Of several ranks."""
-    return sum(races, Counter())

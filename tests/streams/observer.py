@@ -94,17 +94,13 @@ class Stream:
 class Module:
     """As ``torch.cuda``, of one pretended device.
 
-    Args:
-        deaf: what the program itself waits for orders nothing, only what dmuon waits for.
-
     Attributes:
         current: the current stream.
         waits: how often the host has waited for the device, by where.
     """
 
-    def __init__(self, deaf: bool = False) -> None:
+    def __init__(self) -> None:
         self.clock = Clock()
-        self.deaf = deaf
         self.current = Stream(self, "main")
         self.waits: Counter[Site] = Counter()
 
@@ -126,10 +122,8 @@ class Module:
             self.current = before
 
     def wait_on_host(self, moment: Knowledge, what: str) -> None:
-        site = site_of(what)
-        self.waits[site] += 1
-        if not (self.deaf and site.function in (PROGRAM, BACKWARD)):
-            self.clock.wait_on_host(moment)
+        self.waits[site_of(what)] += 1
+        self.clock.wait_on_host(moment)
 
 
 class Observer(TorchDispatchMode):
@@ -138,15 +132,12 @@ class Observer(TorchDispatchMode):
     Attributes:
         module: has the streams.
         memory: has the races.
-        operations: how many were seen.
     """
 
-    def __init__(self, deaf: bool = False) -> None:
-        """``deaf``: as for :class:`Module`."""
+    def __init__(self) -> None:
         super().__init__()
-        self.module = Module(deaf)
+        self.module = Module()
         self.memory = Memory(self.module.clock)
-        self.operations = 0
         self.blocks: dict[int, tuple[StorageWeakRef, Block]] = {}  # a weak reference keeps the address from others
         self.on_host: set[int] = set()
         self.is_hidden = False
@@ -194,7 +185,6 @@ class Observer(TorchDispatchMode):
             return func(*args, **kwargs)
         site = site_of(name)
         out = func(*args, **kwargs)
-        self.operations += 1
         foreign = func.namespace == "c10d"  # not by way of ``collectives``, for torch's own purposes
         given: set[int] = set()
         for value, writes in _arguments(func, args, kwargs):

@@ -6,15 +6,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from dmuon.kernels import user_cache_directory
-from dmuon.platform.files import UnreadableFile, check_target, read_json, write_bytes
-from dmuon.solver import CostTable, Shape
+from dmuon.platform.files import UnreadableFile, read_json, write_bytes
+from dmuon.solver import Shape
 
 SCHEMA = 2
 _COUNT = "[1-9][0-9]{0,8}"
@@ -166,25 +167,24 @@ class CostCache:
             )
         return CostCache(self.key, merge_entries(self.entries, other.entries))
 
-    def matches(self, key: CacheKey) -> Literal["exact", "compatible", "no"]:
-        """Whether the costs hold for ``key``: ``"compatible"`` has other versions, to be warned about."""
-        if self.key == key:
-            return "exact"
-        return "compatible" if self.key.strict == key.strict else "no"
-
-    def table(self, shapes: Iterable[Shape]) -> CostTable:
-        """The planner's costs for ``shapes``.
+    def entries_for(self, key: CacheKey, name: str) -> Entries:
+        """The timings, if they hold for ``key``; with a warning where other versions measured them.
 
         Raises:
-            CostCacheError: a shape without a timing of one matrix.
+            CostCacheError: they are another device's, or of another run or code of Newton–Schulz.
         """
-        wanted = sorted(set(shapes))
-        for m, n in wanted:
-            if 1 not in self.entries.get((m, n), {}):
-                raise CostCacheError(
-                    f"cost cache: no timing for one {m}x{n} matrix; run dmuon-profile --shapes {m}x{n}"
-                )
-        return CostTable({shape: {k: t.median_ns for k, t in self.entries[shape].items()} for shape in wanted})
+        differences, strictly = self.key.differences(key), self.key.strict.differences(key.strict)
+        if strictly:
+            field, (recorded, own) = next(iter(strictly.items()))
+            setting = f"OMP_NUM_THREADS={own} " if field == "threads" else ""
+            raise CostCacheError(
+                f"{name}: key field {field!r} is {recorded!r}, this run's is {own!r}; "
+                f"measure on this device with {setting}dmuon-profile"
+            )
+        if differences:
+            changes = ", ".join(f"{field} {old} → {new}" for field, (old, new) in differences.items())
+            warnings.warn(f"{name} was measured with other versions ({changes}); run dmuon-profile to renew it")
+        return self.entries
 
 
 def _read(document: dict[str, Any]) -> CostCache:
@@ -269,18 +269,6 @@ def shipped_profiles() -> list[Path]:
     """Every profile that dmuon ships."""
     items = resources.files("dmuon.profiles").iterdir()
     return [Path(str(item)) for item in sorted(items, key=lambda item: item.name) if item.name.endswith(".json")]
-
-
-def discard_invalid(path: Path) -> None:
-    """Remove the file at ``path`` if it is no valid cost cache, so that a new one can be written there.
-
-    Raises:
-        OSError: it is no file, or cannot be removed.
-    """
-    try:
-        CostCache.load(path)
-    except CostCacheError:
-        check_target(path).unlink(missing_ok=True)
 
 
 def _digest(key: CacheKey) -> str:

@@ -19,13 +19,14 @@ from dmuon.planning.cost_cache import (
     CostCache,
     CostCacheError,
     Entries,
+    NsOptions,
     Timing,
+    device_key,
     merge_entries,
     shipped_profiles,
     user_cache_files,
     user_cache_path,
 )
-from dmuon.planning.device_key import NsOptions, device_key
 from dmuon.planning.owner_plan import FoundCosts
 from dmuon.planning.profiler import build_kernels, measure, useful_batch_sizes
 from dmuon.platform.files import check_target

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from dmuon.planning import device_key, profiler
+from dmuon.planning import cost_cache, profiler
 
 CPU = torch.device("cpu")
 
@@ -142,9 +142,9 @@ RUNS = [
 
 @pytest.mark.pitfall("P10")
 def test_each_option_is_part_of_the_key():
-    keys = [device_key.device_key(CPU, options) for options in RUNS]
+    keys = [cost_cache.device_key(CPU, options) for options in RUNS]
     assert len(set(keys)) == len(keys)
     for options, key in zip(RUNS, keys, strict=True):
         assert key.dtype == str(options.dtype or torch.float32).removeprefix("torch.")
         assert key.sm_count == 0 and key.device and key.torch == torch.__version__ and len(key.kernels) == 16
-    assert keys[0].dtype == "float32" and keys[0] == device_key.device_key(CPU, profiler.NsOptions(dtype=torch.float32))
+    assert keys[0].dtype == "float32" and keys[0] == cost_cache.device_key(CPU, profiler.NsOptions(dtype=torch.float32))

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from dmuon.model.config import read_model
-from dmuon.planning.cost_cache import CostCache
+from dmuon.planning.cost_cache import CostCache, NsOptions
 from dmuon.planning.cost_lookup import cost_table
-from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
 from dmuon.solver import CostTable, Matrix, Rank, Shape, plan
 from dmuon.tools.cli import BadArgument, Parser, count, fitted, removed, require_target

@@ -138,7 +138,7 @@ def _keep(cache: CostCache) -> str | None:
     try:
         try:
             cache.save(path)
-        except CostCacheError:  # what is there is none
+        except CostCacheError:  # what is there is none, or of another key
             check_target(path).unlink()
             cache.save(path)
     except (OSError, CostCacheError) as error:

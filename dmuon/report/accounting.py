@@ -1,4 +1,4 @@
-"""What a rank should hold, and send in a step: a table with a row for each message, and its sums.
+"""What a rank should hold, and send in a step: a row for each message, and their sums.
 
 Predictions for machines that are not there (``dmuon.tools.simulation``) have sums of their own. docs/communication.md
 says the same in words.
@@ -7,7 +7,7 @@ says the same in words.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -71,44 +71,6 @@ class Memory:
         return 2 * self.masters + self.standins + self.outgoing + self.kept + self.filled_ahead
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Collectives that this rank starts for owned matrices in one step, and the bytes of their tensors, by purpose.
-
-    ``fill`` and ``publish`` carry weights, ``reduce`` gradients, ``exchange`` what tensor parallelism splits, without
-    the norms of matrices. The bytes are those of whole regions: of every part that is broadcast or reduced, of the
-    output of an all-gather, of the input of a reduce-scatter, of the output of an all-to-all.
-    """
-
-    calls: dict[str, int]
-    nbytes: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeBudget:
-    """What one step does on this rank for matrices that several ranks hold, if all of them have gradients.
-
-    Attributes:
-        calls: all-to-alls, at most two a round; those of which this rank sends and receives nothing count. Where
-            there are copies, also broadcasts or all-gathers among the ranks that have the same parts, and all-reduces
-            of Gram matrices. The all-reduce of norms, where pieces travel in half precision or are of slices, does not.
-        received_before: bytes from other ranks that Newton-Schulz here waits for.
-        received_after: bytes of updates from other ranks.
-        sent_before: bytes of momentum to other ranks.
-        sent_after: bytes of updates to other ranks; what goes on to several copies counts once.
-        copied: of that what goes on to other copies.
-        summed: bytes of Gram matrices, each of which is the sum over all ranks, or those of a team.
-    """
-
-    calls: int
-    received_before: int
-    received_after: int
-    sent_before: int
-    sent_after: int
-    copied: int
-    summed: int = 0
-
-
 def expected_memory(runtime: Runtime) -> Memory:
     """Bytes that dmuon holds on this rank for the matrices of ``runtime``."""
     comm = runtime.comm
@@ -136,64 +98,59 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return dict(found)
 
 
-def expected_traffic(
+def dedicated_messages(
     runtime: Runtime, micro_batches: int = 1, *, reductions: int = 1, ns_dtype: torch.dtype | None = None
-) -> Traffic:
-    """Collectives of one step: forward and backward of every micro-batch, and ``step()``.
+) -> Iterator[Message]:
+    """What one step sends for owned matrices: forward and backward of every micro-batch, and ``step()``.
+
+    Not the norms of matrices that tensor parallelism splits.
 
     Args:
         reductions: backwards that reduce gradients; the others accumulate.
         ns_dtype: as given to ``dmuon.Muon``; tensor-parallel updates return in it.
     """
     comm = runtime.comm
-    calls: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
     for buffer in runtime.buffers:
-        for message in (row for row in buffer_messages(buffer, micro_batches, reductions) if row.calls):
-            calls[message.purpose] += message.calls
-            nbytes[message.purpose] += message.nbytes
+        yield from _buffer_messages(buffer, micro_batches, reductions)
     if comm.tensor is not None:
         group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": 5, "orthogonalize": None}
         residency = Dedicated(runtime, [])
         for round_ in residency.rounds([make_batches(residency.tasks(), torch.device("meta"))]):
-            if not isinstance(round_, ExchangedRound):
-                continue
-            for message in round_messages(round_, group, comm.device):
-                calls["exchange"] += message.calls
-                if not message.is_sent or message.purpose == "copy":
-                    nbytes["exchange"] += message.nbytes
-    return Traffic(dict(calls), dict(nbytes))
+            if isinstance(round_, ExchangedRound):
+                yield from _round_messages(round_, group, comm.device)
 
 
-def expected_exchange(optimizer: Muon) -> ExchangeBudget:
-    """Collectives and bytes of the exchanges of one step.
+def exchanged_messages(optimizer: Muon) -> Iterator[Message]:
+    """What one step sends for matrices that several ranks hold, if all of them have gradients.
+
+    All-to-alls, at most two a round; where there are copies, also broadcasts or all-gathers among the ranks that have
+    the same parts, and all-reduces of Gram matrices. Not the all-reduce of norms, where pieces travel in half precision
+    or are of slices.
 
     Raises:
         TypeError: a user's own functions exchange matrices; what they send is not known.
     """
-    calls = 0
-    sent: Counter[str] = Counter()
-    received: Counter[str] = Counter()
-    for round_ in optimizer._rounds:
-        if not round_.exchanged:
-            continue
+    for round_ in (one for one in optimizer._rounds if one.exchanged):
         if not isinstance(round_, ExchangedRound):
             raise TypeError("gather_fn and redistribute_fn of the distributed_config are a user's own: count them")
-        for message in round_messages(round_, optimizer.param_groups[round_.index], round_.batches[0].device):
-            calls += message.calls
-            (sent if message.is_sent else received)[message.purpose] += message.nbytes
-    return ExchangeBudget(
-        calls=calls,
-        received_before=received["gather"],
-        received_after=received["scatter"] + received["copy"],
-        sent_before=sent["gather"],
-        sent_after=sent["scatter"] + sent["copy"],
-        copied=sent["copy"],
-        summed=received["sum"],
-    )
+        yield from _round_messages(round_, optimizer.param_groups[round_.index], round_.batches[0].device)
 
 
-def buffer_messages(buffer: OwnedBuffer, micro_batches: int, reductions: int) -> Iterator[Message]:
+def totals(messages: Iterable[Message]) -> dict[Purpose, tuple[int, int]]:
+    """By purpose, the collectives that this rank starts, and the bytes of their tensors.
+
+    These are of whole regions: of every part that is broadcast or reduced, of the output of an all-gather, of the input
+    of a reduce-scatter, of the output of an all-to-all.
+    """
+    found: dict[Purpose, tuple[int, int]] = {}
+    for one in messages:
+        calls, nbytes = found.get(one.purpose, (0, 0))
+        counts = one.purpose == "copy" or not one.is_sent
+        found[one.purpose] = calls + one.calls, nbytes + one.nbytes * counts
+    return {purpose: total for purpose, total in found.items() if any(total)}
+
+
+def _buffer_messages(buffer: OwnedBuffer, micro_batches: int, reductions: int) -> Iterator[Message]:
     """What this rank takes part in for what a buffer holds."""
     comm, layout = buffer.comm, buffer.layout
     weight, gradient = _itemsize(buffer), buffer.reduce_dtype.itemsize
@@ -217,7 +174,7 @@ def _calls(transport: Transport, spans: Spans) -> int:
     return 1 if transport == "single" else len(spans.filled)
 
 
-def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: torch.device) -> Iterator[Message]:
+def _round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: torch.device) -> Iterator[Message]:
     """What this rank sends and gets in a round, and the collectives that it starts.
 
     Args:

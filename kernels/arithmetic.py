@@ -115,8 +115,8 @@ class Arithmetic:
 
 # -- on the CPU ----------------------------------------------------------------------------------------------
 
-# Measured by `python bench/newton_schulz.py --products`, one thread, fp32 and fp64 alike. Rows of a block: fewer waste
-# less work above the diagonal, more make a better GEMM; at strides that are powers of two, thin blocks lose it all.
+# Measured on one thread, fp32 and fp64 alike. Rows of a block: fewer waste less work above the diagonal, more make a
+# better GEMM; at strides that are powers of two, thin blocks lose it all.
 _LARGE = 1024
 _ROWS = 128
 _ROWS_LARGE = 256

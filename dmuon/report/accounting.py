@@ -99,19 +99,18 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def dedicated_messages(
-    runtime: Runtime, micro_batches: int = 1, *, reductions: int = 1, ns_dtype: torch.dtype | None = None
+    runtime: Runtime, micro_batches: int = 1, *, ns_dtype: torch.dtype | None = None
 ) -> Iterator[Message]:
     """What one step sends for owned matrices: forward and backward of every micro-batch, and ``step()``.
 
-    Not the norms of matrices that tensor parallelism splits.
+    Gradients are reduced once. Not the norms of matrices that tensor parallelism splits.
 
     Args:
-        reductions: backwards that reduce gradients; the others accumulate.
         ns_dtype: as given to ``dmuon.Muon``; tensor-parallel updates return in it.
     """
     comm = runtime.comm
     for buffer in runtime.buffers:
-        yield from _buffer_messages(buffer, micro_batches, reductions)
+        yield from _buffer_messages(buffer, micro_batches)
     if comm.tensor is not None:
         group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": 5, "orthogonalize": None}
         residency = Dedicated(runtime, [])
@@ -150,18 +149,18 @@ def totals(messages: Iterable[Message]) -> dict[Purpose, tuple[int, int]]:
     return {purpose: total for purpose, total in found.items() if any(total)}
 
 
-def _buffer_messages(buffer: OwnedBuffer, micro_batches: int, reductions: int) -> Iterator[Message]:
+def _buffer_messages(buffer: OwnedBuffer, micro_batches: int) -> Iterator[Message]:
     """What this rank takes part in for what a buffer holds."""
     comm, layout = buffer.comm, buffer.layout
     weight, gradient = _itemsize(buffer), buffer.reduce_dtype.itemsize
     if comm.row is not None:
         fills = 1 if buffer.keep else 2 * micro_batches
         yield _region("fill", layout.row, layout.segments, weight, fills)
-        yield _region("reduce", layout.row, layout.segments, gradient, reductions)
+        yield _region("reduce", layout.row, layout.segments, gradient, 1)
     if comm.column is not None:
         parts = layout.parts(comm.at.s)
         yield _region("publish", layout.column, parts, weight, 1)
-        yield _region("reduce", layout.column, parts, gradient, reductions)
+        yield _region("reduce", layout.column, parts, gradient, 1)
 
 
 def _region(purpose: Purpose, transport: Transport, spans: Spans, itemsize: int, times: int) -> Message:

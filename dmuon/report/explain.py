@@ -25,8 +25,16 @@ from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
 from dmuon.optimizer.notices import taken_whole
 from dmuon.platform.options import check_integer
-from dmuon.report.accounting import dedicated_messages, expected_memory, state_bytes, totals
-from dmuon.report.matrices import MatrixRow, RankSums, matrix_rows, rank_sums
+from dmuon.report.accounting import (
+    MatrixRow,
+    RankSums,
+    dedicated_messages,
+    expected_memory,
+    matrix_rows,
+    rank_sums,
+    state_bytes,
+    totals,
+)
 from dmuon.step.update import name_of
 
 _FROZEN = "frozen"  # a reason begins with it

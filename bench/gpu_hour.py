@@ -35,8 +35,7 @@ from common.published import Case
 from common.results import columns, write_json
 from gpu.steps import AGAIN, settings_of
 
-from dmuon.planning.cost_cache import CostCache, user_cache_path
-from dmuon.planning.device_key import NsOptions, device_key
+from dmuon.planning.cost_cache import CostCache, NsOptions, device_key, user_cache_path
 from dmuon.tools.simulation.hardware import HARDWARE, Product, product_s, wave_costs
 from dmuon.tools.simulation.prediction import ERROR
 from dmuon.tools.simulation.step import Program

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from common.clock import cold_samples, medians
-from common.options import Options, parse
+from common.options import parse
 from common.results import head, write_json
 from torch import Tensor
 
@@ -58,22 +58,6 @@ PEERS = ("torch.optim.Muon", "gram-newton-schulz")
 OTHERS = ("cuBLAS standard", "cuBLAS gram", "quack", *PEERS)
 SECTIONS = ("products", "shapes", "models", "faults")
 _DRY = (TileConfig(16, 16, 4, 2), TileConfig(16, 16, 4, 2, wide=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments(Options):
-    """The command line.
-
-    Attributes:
-        models: folder of model configurations.
-        seconds: after which nothing new is timed.
-        rounds: samples per median.
-    """
-
-    models: str = "examples/models"
-    seconds: float = 420.0
-    rounds: int = 15
-    dry: bool = False
 
 
 # -- results as they come, and how programs are timed ------------------------------------------------------------------
@@ -144,13 +128,30 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``scale``: sides are divided by it."""
+    """The command line.
 
-    device: torch.device
-    scale: int
-    seconds: float
-    rounds: int
-    models: Path
+    Attributes:
+        models: folder of model configurations.
+        seconds: after which nothing new is timed.
+        rounds: samples per median; dry ones are two.
+        json: a file that is written anew with every row.
+    """
+
+    models: str = "examples/models"
+    seconds: float = 420.0
+    rounds: int = 15
+    dry: bool = False
+    json: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        cuda = torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+    @property
+    def scale(self) -> int:
+        """Sides are divided by it."""
+        return 128 if self.dry else 1
 
     @property
     def tiles(self) -> bool:
@@ -159,7 +160,7 @@ class Settings:
     @property
     def configs(self) -> Callable[[int, int, torch.dtype], Sequence[TileConfig]]:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
-        if self.scale > 1:
+        if self.dry:
             return lambda m, p, dtype: _DRY
         return lambda m, p, dtype: candidates(m, p, dtype, capability)
 
@@ -176,7 +177,8 @@ class Settings:
             with journal.guarded(f"{what}: {name}", ours=name not in others):
                 ready[name] = self._prepared(program)
         cache_bytes = 1 << (28 if self.device.type == "cuda" else 20)
-        return medians(cold_samples(ready, self.device, cache_bytes, self.rounds)) if ready else {}
+        rounds = 2 if self.dry else self.rounds
+        return medians(cold_samples(ready, self.device, cache_bytes, rounds)) if ready else {}
 
     def _prepared(self, program: Callable[[], object]) -> Callable[[], object]:
         program()  # compiles
@@ -275,7 +277,7 @@ def time_models(settings: Settings, journal: Journal, deadline: float) -> None:
         with journal.guarded(name):
             counts = Counter(
                 tuple(sorted((max(8, m.rows // settings.scale), max(8, m.cols // settings.scale))))
-                for m in read_model(settings.models / f"{name}.json")
+                for m in read_model(Path(settings.models, f"{name}.json"))
             )
             batches = {(m, n): batch_size((m, n), count, settings.device) for (m, n), count in sorted(counts.items())}
             for shape, k in batches.items():
@@ -372,23 +374,15 @@ def about_device(settings: Settings) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser, arguments = parse(Arguments, __doc__, argv)
-    cuda = torch.cuda.is_available()
-    if not cuda and not arguments.dry:
+    parser, settings = parse(Settings, __doc__, argv)
+    if settings.device.type != "cuda" and not settings.dry:
         parser.error("no CUDA device; --dry runs the script without one")
-    if not Path(arguments.models).is_dir():
-        parser.error(f"--models {arguments.models} is no folder; it holds NAME.json, as Hugging Face's config.json")
+    if not Path(settings.models).is_dir():
+        parser.error(f"--models {settings.models} is no folder; it holds NAME.json, as Hugging Face's config.json")
     torch.set_num_threads(1)
-    settings = Settings(
-        torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
-        128 if arguments.dry else 1,
-        arguments.seconds,
-        2 if arguments.dry else arguments.rounds,
-        Path(arguments.models),
-    )
     begun = time.monotonic()
-    said = {**head("gpu_kernels.py", argv), **about_device(settings), "dry": arguments.dry}
-    journal = Journal(Path(arguments.json) if arguments.json else None, said)
+    said = {**head("gpu_kernels.py", argv), **about_device(settings), "dry": settings.dry}
+    journal = Journal(Path(settings.json) if settings.json else None, said)
     lost = False
     try:
         time_products(settings, journal, begun + 0.5 * settings.seconds)

@@ -115,8 +115,8 @@ class Arithmetic:
 
 # -- on the CPU ----------------------------------------------------------------------------------------------
 
-# Measured by `python bench/newton_schulz.py --products`, one thread, fp32 and fp64 alike. Rows of a block: fewer waste
-# less work above the diagonal, more make a better GEMM; at strides that are powers of two, thin blocks lose it all.
+# Measured on one thread, fp32 and fp64 alike. Rows of a block: fewer waste less work above the diagonal, more make a
+# better GEMM; at strides that are powers of two, thin blocks lose it all.
 _LARGE = 1024
 _ROWS = 128
 _ROWS_LARGE = 256
@@ -262,7 +262,7 @@ def symmetric_product(
 
     Args:
         a, b, c: of one floating-point dtype and device, any strides; ``c`` symmetric, not read where ``beta`` is 0.
-        out: receives the result; may be ``c`` itself, but share no memory with ``a`` or ``b``.
+        out: the result is copied there, and may so replace an operand.
         b_symmetric: ``b`` equals its transpose, which lets the kernel read it along rows.
         backend: ``"quack"`` (where it is installed, from Hopper on: equal factors), ``"triton"`` (CUDA), ``"split"``
             (CPU), ``"torch"``: the whole product, then mirrored; ``"auto"``: the first of these that runs here.
@@ -272,22 +272,22 @@ def symmetric_product(
 
     Raises:
         TypeError: operands that are no floating-point tensors, or of different dtypes.
-        ValueError: shapes or devices that do not fit, an ``out`` that shares memory with an operand or with itself, or
-            a back end that cannot run here.
+        ValueError: shapes or devices that do not fit, an ``out`` that overlaps itself, or a back end that cannot run
+            here.
     """
     _check(a, b, c, out)
     c = None if beta == 0 else c
-    if out is not None:
-        _check_out(out, a, b, c)
     require_backend(backend, a.device, a.dtype)
     chosen = products_on(a.device, a.dtype)[0] if backend == "auto" else backend
     products = _FORMS[chosen](a.dtype, a.dtype)
     with full_precision(a.device):
         if chosen != "torch":
-            return products.symmetric(c, a, b, beta=beta, alpha=alpha, out=out, b_symmetric=b_symmetric)
-        addend = a.new_empty(()).expand(*a.shape[:-1], b.shape[-1]) if c is None else c  # not read where beta is 0
-        lower = products.add(addend, a, b, beta=0.0 if c is None else beta, alpha=alpha).tril()
-        return torch.add(lower, lower.tril(-1).mT, out=out)
+            found = products.symmetric(c, a, b, beta=beta, alpha=alpha, b_symmetric=b_symmetric)
+        else:
+            addend = a.new_empty(()).expand(*a.shape[:-1], b.shape[-1]) if c is None else c  # not read where beta is 0
+            lower = products.add(addend, a, b, beta=0.0 if c is None else beta, alpha=alpha).tril()
+            found = lower + lower.tril(-1).mT
+    return found if out is None else out.copy_(found)
 
 
 def _check(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None) -> None:
@@ -307,28 +307,9 @@ def _check(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None) -> None:
         wanted = (*a.shape[:-2], *shape)
         if name in operands and operands[name].shape != wanted:
             raise ValueError(f"{name} must be {wanted} beside a {tuple(a.shape)}, got {tuple(operands[name].shape)}")
-
-
-def _check_out(out: Tensor, a: Tensor, b: Tensor, c: Tensor | None) -> None:
-    """Raise where a kernel would write what it, or another program of it, has still to read or write."""
     reach = 1
-    for stride, size in sorted((s, n) for s, n in zip(out.stride(), out.shape, strict=True) if n > 1):
+    sizes = [] if out is None else [(s, n) for s, n in zip(out.stride(), out.shape, strict=True) if n > 1]
+    for stride, size in sorted(sizes):
         if stride < reach:
-            raise ValueError(f"out has strides {out.stride()} and overlaps itself; pass out without expanding")
+            raise ValueError(f"out overlaps itself, with strides {[s for s, _ in sizes]}; pass out without expanding")
         reach = stride * (size - 1) + reach
-    if c is not None and out.data_ptr() == c.data_ptr() and out.stride() in (c.stride(), c.mT.stride()):
-        c = None  # read where it is written, and symmetric
-    for name, operand in (("a", a), ("b", b), ("c", c)):
-        if operand is not None and _overlap(out, operand):
-            raise ValueError(f"out shares memory with {name}, which is read while out is written; pass another out")
-
-
-def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether the address ranges of two tensors meet."""
-    if x.numel() == 0 or y.numel() == 0 or x.device.type == "meta":
-        return False
-    ends = []
-    for tensor in (x, y):
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        ends.append(tensor.data_ptr() + tensor.element_size() * (1 + last))
-    return x.data_ptr() < ends[1] and y.data_ptr() < ends[0]

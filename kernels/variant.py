@@ -28,7 +28,7 @@ BACKENDS: tuple[Backend, ...] = ("auto", *PRODUCTS)
 # CPU: matrices that run as one product together hold at most so many elements; more fall out of the cache.
 _CPU_BATCH_ELEMENTS = 1 << 16
 
-# CPU, by `python bench/newton_schulz.py --products`: the smallest side at which blocks of rows gain in every product,
+# CPU, as measured on one thread: the smallest side at which blocks of rows gain in every product,
 # and at which those gain whose inner dimension is long.
 _SPLIT_LEAST_SIDE = 768
 _SPLIT_LEAST_SIDE_LONG = 512

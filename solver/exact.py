@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from .child import SolverFailed, run_search
 from .heuristics import shorten
 from .inputs import SolveOptions
-from .pattern_milp import MilpSolver, PatternPool
+from .pattern_milp import PatternPool
 from .problem import Counts, Problem
 
 # Items; beyond it one pricing problem takes about a second, and classes are so large that the envelope bound is tight.
@@ -78,9 +78,9 @@ def search(problem: Problem, start: Solution, options: SolveOptions, report: Cal
     """
     found = _Search(problem, start, options, report)
     try:
-        solver = MilpSolver()
-        found.run(solver)
-        if solver.clocked:
+        pool = PatternPool(problem, found.deadline)
+        found.run(pool)
+        if pool.clocked:
             later = "a time limit on one MILP had a say, so that another run may find another plan"
             found.tell(note="; ".join(filter(None, (found.best.note, later))))
     except Exception as failure:  # whatever PuLP, its solver and their files do
@@ -100,9 +100,8 @@ class _Search:
         self.makespan = problem.makespan(start.counts)
         self.deadline = time.monotonic() + options.time_limit_s
 
-    def run(self, solver: MilpSolver) -> None:
+    def run(self, pool: PatternPool) -> None:
         self.tell(cut_off=True)  # until the end is told
-        pool = PatternPool(self.problem, solver, self.deadline)
         for kind, row in zip(self.problem.kind_of.tolist(), self.best.counts, strict=True):
             pool.add(kind, row)
         methods = {

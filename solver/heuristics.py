@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -182,35 +182,11 @@ def shorten(problem: Problem, counts: Counts, bound: int) -> Counts:
         donor = int(loads.argmax())
         deltas = _exchanges(problem, patterns.rows[donor])
         budget -= len(deltas) * len(loads) * len(problem.classes)
-        choice = _best_exchange(problem, patterns, donor, deltas, int(loads[donor]))
+        choice = _best_exchange(problem.loads, patterns, donor, deltas)
         if choice is None:
             break
         patterns.replace(donor, *choice)
     return patterns.counts(problem)
-
-
-def _best_exchange(
-    problem: Problem, patterns: _Patterns, donor: int, deltas: Ints, makespan: int
-) -> tuple[int, Ints] | None:
-    """The receiver and the exchange after which the later of the two is earliest, if before ``makespan``."""
-    kind = np.full(len(deltas), patterns.kinds[donor])
-    relieved = problem.loads(patterns.rows[donor] - deltas, kind)
-    deltas, relieved = deltas[relieved < makespan], relieved[relieved < makespan]
-    best, choice = makespan, None
-    at_once = max(1, _ROWS_AT_ONCE // len(patterns.rows))
-    for start in range(0, len(deltas), at_once):
-        some = deltas[start : start + at_once]
-        rows = patterns.rows[None] + some[:, None]  # (exchanges, patterns, classes)
-        able = np.asarray((rows >= 0).all(axis=2))
-        able[:, donor] = False
-        finish = np.full(able.shape, _NEVER)
-        finish[able] = problem.loads(rows[able], np.broadcast_to(patterns.kinds, able.shape)[able])
-        receivers = finish.argmin(axis=1)
-        reached = np.maximum(finish[np.arange(len(some)), receivers], relieved[start : start + at_once])
-        i = int(reached.argmin())
-        if reached[i] < best:
-            best, choice = int(reached[i]), (int(receivers[i]), some[i])
-    return choice
 
 
 def level_bytes(problem: Problem, counts: Counts, limit: int) -> Counts:
@@ -220,57 +196,65 @@ def level_bytes(problem: Problem, counts: Counts, limit: int) -> Counts:
     left them, up to all matrices on one rank where a batch costs the same whatever its size.
     """
     patterns = _Patterns.from_counts(problem, counts)
+
+    def allowed_bytes(rows: Ints, kinds: Ints) -> Ints:
+        return np.where(problem.loads(rows, kinds) <= limit, problem.rank_bytes(rows), _NEVER)
+
     for _ in range(_LEVEL_ROUNDS):
-        choice = _levelling_move(problem, patterns, limit)
-        if choice is None:
+        for donor in np.argsort(-problem.rank_bytes(patterns.rows), kind="stable").tolist():
+            choice = _best_exchange(allowed_bytes, patterns, donor, _moves(problem, patterns.rows[donor]))
+            if choice is not None:
+                patterns.replace(donor, *choice)
+                break
+        else:
             break
-        patterns.replace(*choice)
     return patterns.counts(problem)
 
 
-def _levelling_move(problem: Problem, patterns: _Patterns, limit: int) -> tuple[int, int, Ints] | None:
-    """The move that levels the heaviest donor most: ``(donor, receiver, delta)``."""
-    nbytes = problem.rank_bytes(patterns.rows)
-    for donor in np.argsort(-nbytes, kind="stable").tolist():
-        best, choice = int(nbytes[donor]), None
-        for s in np.flatnonzero(patterns.rows[donor]).tolist():
-            for step in _steps(int(patterns.rows[donor, s]), problem.chunks[s]):
-                delta = np.zeros(len(problem.classes), dtype=np.int64)
-                delta[s] = step
-                moved = step * int(problem.nbytes[s])
-                # The receiver must end below where the donor began, or the two would trade places for ever.
-                able = np.flatnonzero(nbytes + moved < nbytes[donor])
-                if len(able):
-                    able = able[problem.loads(patterns.rows[able] + delta, patterns.kinds[able]) <= limit]
-                if not len(able):
-                    continue
-                receiver = int(able[nbytes[able].argmin()])
-                reached = max(int(nbytes[donor]) - moved, int(nbytes[receiver]) + moved)
-                if reached < best:
-                    best, choice = reached, (donor, receiver, delta)
-        if choice is not None:
-            return choice
-    return None
+def _best_exchange(
+    measure: Callable[[Ints, Ints], Ints], patterns: _Patterns, donor: int, deltas: Ints
+) -> tuple[int, Ints] | None:
+    """The receiver and the exchange after which the larger of the two is least, if it is less than the donor is now.
+
+    Args:
+        measure: of rows of counts and the kinds of their ranks; it falls where counts do.
+    """
+    best = int(measure(patterns.rows[donor : donor + 1], patterns.kinds[donor : donor + 1])[0])
+    relieved = measure(patterns.rows[donor] - deltas, np.full(len(deltas), patterns.kinds[donor]))
+    deltas, relieved = deltas[relieved < best], relieved[relieved < best]
+    choice = None
+    at_once = max(1, _ROWS_AT_ONCE // len(patterns.rows))
+    for start in range(0, len(deltas), at_once):
+        some = deltas[start : start + at_once]
+        rows = patterns.rows[None] + some[:, None]  # (exchanges, patterns, classes)
+        able = np.asarray((rows >= 0).all(axis=2))
+        able[:, donor] = False
+        after = np.full(able.shape, _NEVER)
+        after[able] = measure(rows[able], np.broadcast_to(patterns.kinds, able.shape)[able])
+        receivers = after.argmin(axis=1)
+        reached = np.maximum(after[np.arange(len(some)), receivers], relieved[start : start + at_once])
+        i = int(reached.argmin())
+        if reached[i] < best:
+            best, choice = int(reached[i]), (int(receivers[i]), some[i])
+    return choice
 
 
 def _exchanges(problem: Problem, row: Ints) -> Ints:
     """What a rank with counts ``row`` may give (positive) and take (negative) in one step, ``(exchanges, classes)``."""
-    gives = [(s, step) for s in np.flatnonzero(row).tolist() for step in _steps(int(row[s]), problem.chunks[s])]
-    takes = [
-        (t, step)
-        for t, (members, count) in enumerate(zip(problem.members, row.tolist(), strict=True))
-        for step in _steps(members - count, problem.chunks[t])
-    ]
-    donated, taken = np.array(gives, dtype=np.int64).reshape(-1, 2), np.array(takes, dtype=np.int64).reshape(-1, 2)
-    first, second = np.divmod(np.arange(len(donated) * len(taken)), max(1, len(taken)))
-    swaps = np.flatnonzero(donated[first, 0] != taken[second, 0])
-    first, second = first[swaps], second[swaps]
-    result = np.zeros((len(donated) + len(swaps), len(row)), dtype=np.int64)
-    result[np.arange(len(donated)), donated[:, 0]] = donated[:, 1]
-    below = len(donated) + np.arange(len(swaps))
-    result[below, donated[first, 0]] = donated[first, 1]
-    result[below, taken[second, 0]] -= taken[second, 1]
-    return result
+    gives, takes = _moves(problem, row), _moves(problem, np.array(problem.members) - row)
+    first, second = np.divmod(np.arange(len(gives) * len(takes)), max(1, len(takes)))
+    of_two_classes = gives[first].argmax(axis=1) != takes[second].argmax(axis=1)
+    swaps = (gives[first] - takes[second])[of_two_classes]
+    return np.concatenate([gives, swaps])
+
+
+def _moves(problem: Problem, counts: Ints) -> Ints:
+    """A few matrices of one class, of which there are so many, ``(moves, classes)``."""
+    steps = [(s, k) for s, most in enumerate(counts.tolist()) for k in _steps(most, problem.chunks[s])]
+    moves = np.zeros((len(steps), len(counts)), dtype=np.int64)
+    for move, (s, k) in zip(moves, steps, strict=True):
+        move[s] = k
+    return moves
 
 
 def _steps(most: int, chunk: int) -> list[int]:

@@ -15,7 +15,6 @@ ClassKey = tuple[int, int, str]  # rows, columns, pool: what matrices in one bat
 Method = Literal["auto", "milp", "greedy"]
 
 _FP32_BYTES = 4
-_STATE_BYTES = 2 * _FP32_BYTES  # master and momentum
 _LEAST_SPEED = 0.001
 _REMOVED = {  # options, and what to do instead
     "backend": "the CBC that PuLP brings is the only solver; leave backend out",
@@ -73,11 +72,6 @@ class Matrix:
     def key(self) -> ClassKey:
         """The class of matrices that run in one batch with this one; a batch stacks them as they are stored."""
         return (self.rows, self.cols, self.pool)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes that its owner keeps: the fp32 master and its momentum."""
-        return self.rows * self.cols * _STATE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,54 +35,20 @@ _FEW = 4_000  # patterns, all of which one integer program takes
 _USE = 1e-3  # cost of using all ranks, where leaving all matrices uncovered costs 1: covering comes first
 
 
-class MilpSolver:
-    """The CBC that PuLP bundles. It runs on one thread: several would search differently on every run.
+@dataclass(eq=False)
+class PatternPool:
+    """Patterns found so far, ``(kind, counts)``, in the order in which they were found, and the CBC that PuLP bundles.
+
+    It runs on one thread: several would search differently on every run.
 
     Attributes:
-        pulp: the module, imported here and not earlier.
         clocked: a time limit ended a search, and so had a say in its answer.
     """
 
-    def __init__(self) -> None:
-        self.pulp: Any = importlib.import_module("pulp")
-        self.clocked = False
-
-    def solve(self, model: Any, seconds: float) -> Status:
-        """Solve to optimality, or to the time limit; values and duals are then in ``model``.
-
-        Raises:
-            SolverFailed: whatever went wrong inside PuLP or CBC, or an answer that holds what is no number.
-        """
-        if seconds <= 0:
-            return "unknown"
-        pulp = self.pulp
-        cbc, limit = pulp.PULP_CBC_CMD.pulp_cbc_path, max(1, math.ceil(seconds))
-        try:
-            # CBC is single-threaded unless told otherwise; told to take one thread, it starts one and may wait for it
-            # until the time limit.
-            model.solve(pulp.COIN_CMD(path=cbc, msg=False, timeLimit=limit, gapRel=0.0))
-        except Exception as error:
-            raise SolverFailed(f"{type(error).__name__}: {error}"[:1000]) from error
-        numbers = [v.varValue for v in model.variables()] + [c.pi for c in model.constraints.values()]
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            raise SolverFailed("its answer holds what is no number")
-        # Neither field tells all: LpStatusOptimal covers a time-out with a solution, and of a program without integer
-        # points CBC's sol_status says the same as of a time-out.
-        if model.status == pulp.LpStatusInfeasible:
-            return "infeasible"
-        statuses: dict[int, Status] = {pulp.LpSolutionOptimal: "optimal", pulp.LpSolutionIntegerFeasible: "feasible"}
-        status = statuses.get(model.sol_status, "unknown")
-        self.clocked |= status != "optimal"
-        return status
-
-
-@dataclass(eq=False)
-class PatternPool:
-    """Patterns found so far, ``(kind, counts)``, in the order in which they were found."""
-
     problem: Problem
-    solver: MilpSolver
     deadline: float
+    clocked: bool = False
+    _pulp: Any = field(default_factory=lambda: importlib.import_module("pulp"))  # and not earlier
     _pool: dict[Pattern, int] = field(default_factory=dict)
 
     def add(self, kind: int, row: Ints) -> bool:
@@ -201,7 +167,7 @@ class PatternPool:
             the value of what is not covered, of 1 in all; prices of a matrix of each class, up to a common factor; and
             how often each pattern is used.
         """
-        problem, pulp = self.problem, self.solver.pulp
+        problem, pulp = self.problem, self._pulp
         value = [
             min(float(c[g, k]) / k for g in range(problem.kinds) for k in (1, problem.chunks[s]))
             for s, c in enumerate(problem.costs)
@@ -223,7 +189,7 @@ class PatternPool:
             model += covered + missing[s] >= wanted, f"class_{s}"
         for kind, count in enumerate(ranks.tolist()):
             model += pulp.lpSum(y for (g, _), y in zip(patterns, columns, strict=True) if g == kind) <= count
-        if self.solver.solve(model, max(1.0, self.deadline - time.monotonic())) != "optimal":
+        if self._solve(model, max(1.0, self.deadline - time.monotonic())) != "optimal":
             raise SolverFailed("the covering problem, which always has an optimum, came back without one")
         prices = np.array([max(0.0, model.constraints[f"class_{s}"].pi or 0.0) for s in range(len(value))])
         shortfall = sum(v / total * (m.value() or 0.0) for v, m in zip(value, missing, strict=True))
@@ -232,7 +198,7 @@ class PatternPool:
 
     def cover(self, capacity: int) -> tuple[Status, Counts | None]:
         """Counts of patterns within ``capacity`` by the integer program, or ``"infeasible"``: of those known so far."""
-        problem, pulp = self.problem, self.solver.pulp
+        problem, pulp = self.problem, self._pulp
         patterns = self._within(capacity)
         model = pulp.LpProblem("owners", pulp.LpMinimize)
         ranks = problem.ranks_per_kind
@@ -242,7 +208,7 @@ class PatternPool:
             model += pulp.lpSum(row[s] * y for (_, row), y in zip(patterns, columns, strict=True) if row[s]) >= members
         for kind, count in enumerate(ranks):
             model += pulp.lpSum(y for (g, _), y in zip(patterns, columns, strict=True) if g == kind) <= count
-        status = self.solver.solve(model, self.deadline - time.monotonic())
+        status = self._solve(model, self.deadline - time.monotonic())
         if status in ("infeasible", "unknown"):
             return status, None
         chosen = [(key, round(y.value() or 0.0)) for key, y in zip(patterns, columns, strict=True)]
@@ -254,6 +220,34 @@ class PatternPool:
                     raise SolverFailed("the solver's patterns need more ranks than there are")
                 counts[free[kind].pop(0)] = row
         return status, _without_surplus(problem, counts)
+
+    def _solve(self, model: Any, seconds: float) -> Status:
+        """Solve to optimality, or to the time limit; values and duals are then in ``model``.
+
+        Raises:
+            SolverFailed: whatever went wrong inside PuLP or CBC, or an answer that holds what is no number.
+        """
+        if seconds <= 0:
+            return "unknown"
+        pulp = self._pulp
+        cbc, limit = pulp.PULP_CBC_CMD.pulp_cbc_path, max(1, math.ceil(seconds))
+        try:
+            # CBC is single-threaded unless told otherwise; told to take one thread, it starts one and may wait for it
+            # until the time limit.
+            model.solve(pulp.COIN_CMD(path=cbc, msg=False, timeLimit=limit, gapRel=0.0))
+        except Exception as error:
+            raise SolverFailed(f"{type(error).__name__}: {error}"[:1000]) from error
+        numbers = [v.varValue for v in model.variables()] + [c.pi for c in model.constraints.values()]
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise SolverFailed("its answer holds what is no number")
+        # Neither field tells all: LpStatusOptimal covers a time-out with a solution, and of a program without integer
+        # points CBC's sol_status says the same as of a time-out.
+        if model.status == pulp.LpStatusInfeasible:
+            return "infeasible"
+        statuses: dict[int, Status] = {pulp.LpSolutionOptimal: "optimal", pulp.LpSolutionIntegerFeasible: "feasible"}
+        status = statuses.get(model.sol_status, "unknown")
+        self.clocked |= status != "optimal"
+        return status
 
 
 def _without_surplus(problem: Problem, counts: Counts) -> Counts:

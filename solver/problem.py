@@ -104,7 +104,7 @@ def build_problem(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: Cost
     longest = total / slowest + max(rank.start_ns for rank in ranks)
     if longest >= _LARGEST_TOTAL:
         raise ValueError(f"the costs add up to {longest:.3g} ns, many days; check that they are nanoseconds")
-    if sum(m.nbytes + m.state_bytes for m in matrices) >= _LARGEST_BYTES:
+    if sum(m.nbytes for m in matrices) >= _LARGEST_BYTES:
         raise ValueError("the matrices add up to more bytes than any cluster holds; check their sides and nbytes")
     traits = [rank.traits for rank in ranks]
     kinds = list(dict.fromkeys(traits))

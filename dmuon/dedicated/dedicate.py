@@ -54,7 +54,7 @@ from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.matrix_spec import remember_spec
 from dmuon.model.routing import Exclude, Route, Select, notice, require_fitting, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, Speeds, check_options, describe_source, make_plan
-from dmuon.planning.device_key import NsOptions
+from dmuon.planning.cost_cache import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag, refuse_unknown, told_apart

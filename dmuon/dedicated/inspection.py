@@ -31,7 +31,7 @@ from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import Route
 from dmuon.planning.agreed_plan import Costs
-from dmuon.planning.device_key import NsOptions
+from dmuon.planning.cost_cache import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.planning.strategies import SMALL_PARAM_NUMEL, Choice, choose, find_link, ns_per_byte, told
 from dmuon.platform.host import all_living

@@ -26,7 +26,7 @@ from dmuon.layout.matrices import Region, Strategy, numbered, spread_over_all, s
 from dmuon.layout.parameters import ParameterLayout, place_by_itself, place_replicated, ranks_of_mesh
 from dmuon.layout.topology import GlobalRank, listed
 from dmuon.model.matrix_spec import is_one_matrix, shape_of, spec_of
-from dmuon.planning.device_key import NsOptions
+from dmuon.planning.cost_cache import NsOptions
 from dmuon.planning.strategies import told
 from dmuon.platform.torch_private import has_group, local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task

@@ -39,7 +39,7 @@ from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed, position_in
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, spec_of
 from dmuon.planning.agreed_plan import Speeds, make_plan
-from dmuon.planning.device_key import NsOptions
+from dmuon.planning.cost_cache import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.planning.strategies import Choice, Ranking, choose, find_link, ns_per_byte
 from dmuon.platform.log import logger

@@ -29,7 +29,7 @@ from dmuon.model.makeup import (
 from dmuon.model.matrix_spec import MatrixSpec, Names, is_remembered, remember_spec, shape_of, spec_of
 from dmuon.model.routing import UNINITIALIZED, Exclude, Route, Select, notice, route_parameters
 from dmuon.optimizer.wrapping import in_original_shapes, note_flat_shards, replicated_by_ddp
-from dmuon.planning.device_key import NS_DEFAULTS
+from dmuon.planning.cost_cache import NS_DEFAULTS
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor, unwrapped_for_ddp
 

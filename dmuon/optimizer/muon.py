@@ -62,7 +62,7 @@ from dmuon.optimizer.wrapping import (
     fault_of_flat,
     find_residencies,
 )
-from dmuon.planning.device_key import NsOptions
+from dmuon.planning.cost_cache import NsOptions
 from dmuon.platform import host
 from dmuon.platform.options import check_flag, refuse_unknown
 from dmuon.platform.streams import PhaseTimer, await_device

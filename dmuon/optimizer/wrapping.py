@@ -38,7 +38,7 @@ from dmuon.model.matrix_spec import (
     remember_spec,
     spec_of,
 )
-from dmuon.planning.device_key import NsOptions
+from dmuon.planning.cost_cache import NsOptions
 from dmuon.platform.host import all_living
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (

@@ -21,7 +21,7 @@ from dmuon.comm.agreement import agree
 from dmuon.comm.process_groups import broadcast_object, gather_objects, ranks_of
 from dmuon.kernels import user_cache_directory
 from dmuon.planning import cost_lookup
-from dmuon.planning.device_key import NsOptions
+from dmuon.planning.cost_cache import NsOptions
 from dmuon.planning.owner_plan import AGAIN, SOLVED, FoundCosts, OwnerPlan, PlanSource, reason_of
 from dmuon.platform.files import read_json, write_bytes
 from dmuon.platform.log import logger

@@ -20,16 +20,17 @@ from dmuon.planning.cost_cache import (
     CostCache,
     CostCacheError,
     Entries,
+    NsOptions,
     Timing,
-    discard_invalid,
+    device_key,
     merge_entries,
     shipped_profiles,
     user_cache_files,
     user_cache_path,
 )
-from dmuon.planning.device_key import NsOptions, device_key
 from dmuon.planning.owner_plan import FoundCosts
 from dmuon.planning.profiler import build_kernels, measure, useful_batch_sizes
+from dmuon.platform.files import check_target
 from dmuon.platform.log import logger
 from dmuon.solver import CostTable, Shape
 
@@ -107,7 +108,7 @@ def find_costs(
             )
             written = share(lambda: _keep(CostCache(key, measured)) if rank == 0 else None)[0]
             source += f", kept in user cache {written}" if written else ""
-    table = _table(counts, entries, options, device)
+    table = cost_table(counts, entries, options, device)
     return FoundCosts(table, source or "estimated from FLOPs")
 
 
@@ -116,24 +117,18 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
 
     Warns of invalid files and of costs measured with another driver, torch, CUDA or compiler.
     """
-    caches: list[tuple[str, CostCache]] = []
+    entries: Entries = {}
+    found: list[str] = []
     files = [(f"shipped profile dmuon.profiles/{path.name}", path) for path in shipped_profiles()]
     for name, path in [*files, *((f"user cache {path}", path) for path in user_cache_files(key))]:
         try:
-            caches.append((name, CostCache.load(path)))
+            cache = CostCache.load(path)
         except CostCacheError as error:
             warnings.warn(f"{error}; not used")
-    caches.sort(key=lambda item: item[1].matches(key) == "exact")  # later wins
-    entries: Entries = {}
-    found: list[str] = []
-    for name, cache in caches:
-        match cache.matches(key):
-            case "no":
-                continue
-            case "compatible":
-                _warn_compatible(name, cache.key, key)
-        entries = merge_entries(entries, cache.entries)
-        found.insert(0, name)
+            continue
+        if cache.key.strict == key.strict:
+            entries = merge_entries(entries, cache.entries_for(key, name))
+            found.insert(0, name)
     return entries, ", ".join(found)
 
 
@@ -142,8 +137,11 @@ def _keep(cache: CostCache) -> str | None:
     _measured[cache.key] = merge_entries(_measured.get(cache.key, {}), cache.entries)
     path = user_cache_path(cache.key)
     try:
-        discard_invalid(path)
-        cache.save(path)
+        try:
+            cache.save(path)
+        except CostCacheError:  # what is there is none, or of another key
+            check_target(path).unlink()
+            cache.save(path)
     except (OSError, CostCacheError) as error:
         warnings.warn(f"cost cache {path} cannot be written ({error}); costs will be measured again next time")
         return None
@@ -191,29 +189,14 @@ def _most_per_owner(
 
 
 def _explicit(path: str | os.PathLike[str], key: CacheKey, shapes: Iterable[Shape]) -> Entries:
-    cache = CostCache.load(path)
-    match cache.matches(key):
-        case "no":
-            field, (recorded, own) = next(iter(cache.key.strict.differences(key.strict).items()))
-            setting = f"OMP_NUM_THREADS={own} " if field == "threads" else ""
-            raise CostCacheError(
-                f"cost cache {os.fspath(path)}: key field {field!r} is {recorded!r}, this run's is {own!r}; "
-                f"measure on this device with {setting}dmuon-profile"
-            )
-        case "compatible":
-            _warn_compatible(f"cost cache {os.fspath(path)}", cache.key, key)
-    lacking = [f"{m}x{n}" for m, n in sorted(shapes) if 1 not in cache.entries.get((m, n), {})]
+    entries = CostCache.load(path).entries_for(key, f"cost cache {os.fspath(path)}")
+    lacking = [f"{m}x{n}" for m, n in sorted(shapes) if 1 not in entries.get((m, n), {})]
     if lacking:
         warnings.warn(
             f"cost cache {os.fspath(path)}: no timing for {', '.join(lacking)}, estimated instead; "
             f"run dmuon-profile --shapes {','.join(lacking)}"
         )
-    return cache.entries
-
-
-def _warn_compatible(name: str, cached: CacheKey, key: CacheKey) -> None:
-    changes = ", ".join(f"{field} {old} → {new}" for field, (old, new) in cached.differences(key).items())
-    warnings.warn(f"{name} was measured with other versions ({changes}); run dmuon-profile to renew it")
+    return entries
 
 
 def _measure_together(
@@ -261,7 +244,7 @@ def _measure_together(
     return merged
 
 
-def _table(counts: Mapping[Shape, int], entries: Entries, options: NsOptions, device: torch.device) -> CostTable:
+def cost_table(counts: Mapping[Shape, int], entries: Entries, options: NsOptions, device: torch.device) -> CostTable:
     """Measured costs; a shape without one is scaled by FLOPs from the measured shape that is nearest in FLOPs."""
     medians = {
         shape: {k: t.median_ns for k, t in timings.items()} for shape, timings in entries.items() if 1 in timings

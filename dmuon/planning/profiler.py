@@ -10,8 +10,7 @@ from functools import partial
 import torch
 
 from dmuon.kernels import batch_size, drop_graphs, muon_update_, step_variant, streams_of
-from dmuon.planning.cost_cache import Timing
-from dmuon.planning.device_key import NsOptions
+from dmuon.planning.cost_cache import NsOptions, Timing
 from dmuon.solver import Shape
 
 MAX_BATCH = 64  # an owner of more runs several batches: by then launches are long hidden

@@ -23,8 +23,8 @@ from dmuon.comm.domain import Domain
 from dmuon.kernels import coefficient_sequence, cost_of_slice, sliced_variant, storage_dtype
 from dmuon.layout.matrices import Strategy
 from dmuon.layout.topology import Position
+from dmuon.planning.cost_cache import NsOptions
 from dmuon.planning.cost_lookup import link_latency_ns, link_ns_per_byte
-from dmuon.planning.device_key import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.host import HostShare, is_oversubscribed
 from dmuon.solver import CostTable, Matrix, Shape

@@ -25,8 +25,16 @@ from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
 from dmuon.optimizer.notices import taken_whole
 from dmuon.platform.options import check_integer
-from dmuon.report.accounting import expected_memory, expected_traffic, state_bytes
-from dmuon.report.matrices import MatrixRow, RankSums, matrix_rows, rank_sums
+from dmuon.report.accounting import (
+    MatrixRow,
+    RankSums,
+    dedicated_messages,
+    expected_memory,
+    matrix_rows,
+    rank_sums,
+    state_bytes,
+    totals,
+)
 from dmuon.step.update import name_of
 
 _FROZEN = "frozen"  # a reason begins with it
@@ -246,7 +254,13 @@ def _sums(sums: Mapping[GlobalRank, RankSums]) -> list[str]:
     return ["", "per rank", *table([head, *rows]), *(left if len(sums) > len(shown) else [])]
 
 
-_PURPOSES = {"fill": "unshard", "publish": "to other replicas"}
+_PURPOSES = {
+    "fill": "unshard",
+    "publish": "to other replicas",
+    "gather": "momentum to owners",
+    "scatter": "updates back",
+    "copy": "updates to other replicas",
+}
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------
@@ -255,11 +269,11 @@ _PURPOSES = {"fill": "unshard", "publish": "to other replicas"}
 def _runtime(runtime: Runtime) -> list[str]:
     """Dtypes, memory and traffic of the owned weights."""
     entries = list(runtime.matrices())
-    memory, traffic = expected_memory(runtime), expected_traffic(runtime)
+    memory = expected_memory(runtime)
     topology = runtime.comm.topology
     sent = "; ".join(
-        f"{_PURPOSES.get(purpose, purpose)} {calls} calls, {mib(traffic.nbytes[purpose])}"
-        for purpose, calls in traffic.calls.items()
+        f"{_PURPOSES.get(purpose, purpose)} {calls} calls, {mib(nbytes)}"
+        for purpose, (calls, nbytes) in totals(dedicated_messages(runtime)).items()
     )
     return [
         f"dedicated weights: {len({b.name for b in runtime.buffers})} blocks, "

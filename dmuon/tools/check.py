@@ -24,7 +24,7 @@ import dmuon
 from dmuon.dedicated.dedication import dedications
 from dmuon.kernels import coefficient_sequence
 from dmuon.platform.torch_private import TorchDispatchMode, local_tensor
-from dmuon.report.accounting import expected_exchange, expected_traffic
+from dmuon.report.accounting import dedicated_messages, exchanged_messages, totals
 
 # -- in one process -------------------------------------------------------------------------------------------------
 
@@ -352,11 +352,10 @@ class Training:
         with traffic:
             self._step()
         if dedicated:
-            per_step = expected_traffic(dedications(self._model)[0].runtime, ns_dtype=self._layout.ns_dtype)
-            planned = [sum(per_step.calls.values()), sum(per_step.nbytes.values())]
+            messages = dedicated_messages(dedications(self._model)[0].runtime, ns_dtype=self._layout.ns_dtype)
         else:
-            exchange = expected_exchange(self._optimizer)
-            planned = [exchange.calls, exchange.received_before + exchange.received_after + exchange.copied]
+            messages = exchanged_messages(self._optimizer)
+        planned = [sum(column) for column in zip((0, 0), *totals(messages).values(), strict=True)]
         counted = _equal("collectives", "{} of {} bytes", [traffic.calls, traffic.nbytes], planned)
         params = [param for name, param in self._model.named_parameters() if is_matrix(name)]
         momentum = [self._optimizer.state[p]["momentum_buffer"] for p in params if p in self._optimizer.state]

@@ -20,7 +20,7 @@ MODULE = "gpu_kernels"
 
 
 def settings(bench: ModuleType) -> Any:
-    return bench.Settings(torch.device("cpu"), 128, 60.0, 2, Path())
+    return bench.Settings(dry=True)
 
 
 # -- what fails -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dmuon.planning import device_key as device_keys
+from dmuon.planning import cost_cache as device_keys
 
 RULE = '''"""How fast it goes."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dmuon.planning.device_key import NsOptions
+from dmuon.planning.cost_cache import NsOptions
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
 from dmuon.planning.strategies import Choice, Link, choose, place
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions

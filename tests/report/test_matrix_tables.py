@@ -23,18 +23,17 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
-from dmuon.report import matrices
-from dmuon.report.accounting import expected_memory
+from dmuon.report import accounting
 from dmuon.solver import CostTable
 
 TABLE = CostTable({(13, 13): {1: 1_000, 2: 1_500, 4: 2_200}, (13, 29): {1: 3_000, 2: 5_000}})
 
 
-def rows_of(model: nn.Module, optimizer: dmuon.Muon | None) -> list[matrices.MatrixRow]:
-    return matrices.matrix_rows(model, optimizer, dedications(model))
+def rows_of(model: nn.Module, optimizer: dmuon.Muon | None) -> list[accounting.MatrixRow]:
+    return accounting.matrix_rows(model, optimizer, dedications(model))
 
 
-def check_owners(rows: list[matrices.MatrixRow], optimizer: dmuon.Muon, rank: int) -> None:
+def check_owners(rows: list[accounting.MatrixRow], optimizer: dmuon.Muon, rank: int) -> None:
     """Rows of this rank are exactly the matrices of the last step."""
     own = [row for row in rows if row.owner == rank]
     stats = optimizer.last_step
@@ -59,7 +58,7 @@ def test_owners_and_times_are_those_of_the_step(rank: int, world: int, layout: s
     rows = rows_of(laid.model, optimizer)
     assert rows == before, "a step changes nothing of it"
     check_owners(rows, optimizer, rank)
-    sums = matrices.rank_sums(rows)
+    sums = accounting.rank_sums(rows)
     plans = [dedicated[0].plan] if dedicated else list(exchange_of(optimizer).layouts.plans.values())
     for plan in plans:
         loads = [sums[r].predicted_ns or 0 for r in range(world)]
@@ -67,7 +66,7 @@ def test_owners_and_times_are_those_of_the_step(rank: int, world: int, layout: s
     if dedicated:
         muon = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
         held = sum(local_tensor(p).nbytes + local_tensor(optimizer.state[p]["momentum_buffer"]).nbytes for p in muon)
-        assert held == 2 * expected_memory(dedicated[0].runtime).masters
+        assert held == 2 * accounting.expected_memory(dedicated[0].runtime).masters
     told = [(row.tensor, row.owner, row.predicted_ns) for row in rows]
     assert of_all_ranks(told) == [told] * world, "every rank tells the same of owners and predictions"
 
@@ -119,7 +118,7 @@ def test_what_one_process_has_alone_has_no_prediction() -> None:
     train(model, optimizer, range(1))
     rows = rows_of(model, optimizer)
     check_owners(rows, optimizer, 0)
-    assert matrices.rank_sums(rows)[0].predicted_ns is None
+    assert accounting.rank_sums(rows)[0].predicted_ns is None
     assert "not predicted" in dmuon.explain(model, optimizer)
 
 

@@ -45,9 +45,9 @@ def owned_by(*owners: int, world: int) -> Plan:
 
 def case(*owners: int, world: int = 2, **grid: int) -> step.Scenario:
     """Blocks of 10 s forward and 20 s backward, one matrix each; copies and AdamW take no time."""
-    blocks = tuple(step.Block(f"b{i}", 10.0, 20.0, 16, 0) for i in range(len(owners)))
+    blocks = tuple(step.Block(f"b{i}", 10.0, 16, 0) for i in range(len(owners)))
     return step.Scenario(
-        step.Workload(blocks, step.Block("ends", 0.0, 0.0, 0, 0), 1),
+        step.Workload(blocks, step.Block("ends", 0.0, 0, 0), 1),
         owned_by(*owners, world=world),
         CostTable({(4, 4): {1: 7 * SECOND}}),
         replace(hardware.HARDWARE["h200"], device=DEVICE),

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from dmuon.model.config import read_model
-from dmuon.planning.cost_cache import CostCache
+from dmuon.planning.cost_cache import CostCache, NsOptions
+from dmuon.planning.cost_lookup import cost_table
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
 from dmuon.solver import CostTable, Matrix, Rank, Shape, plan
 from dmuon.tools.cli import BadArgument, Parser, count, fitted, removed, require_target
@@ -145,7 +148,9 @@ def _costs(source: str, machine: Hardware, matrices: Sequence[Matrix]) -> FoundC
     if source == "flops":
         return FoundCosts(CostTable.from_flops(counts), "estimated from FLOPs")
     cache = CostCache.load(source)
-    return FoundCosts(cache.table(counts), f"measured on {cache.key.device}, cost cache {os.fspath(source)}")
+    device = torch.device("cuda" if cache.key.sm_count else "cpu")
+    table = cost_table(counts, cache.entries, NsOptions(), device)
+    return FoundCosts(table, f"measured on {cache.key.device}, cost cache {os.fspath(source)}")
 
 
 def _gather_ns(shape: Shape, machine: Hardware, topology: Topology) -> int:

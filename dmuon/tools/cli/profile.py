@@ -12,8 +12,7 @@ import torch
 
 from dmuon.kernels import PRESETS
 from dmuon.model.config import read_model
-from dmuon.planning.cost_cache import CostCache, Entries, parse_shape, user_cache_path
-from dmuon.planning.device_key import NsOptions, device_key
+from dmuon.planning.cost_cache import CostCache, Entries, NsOptions, device_key, parse_shape, user_cache_path
 from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, useful_batch_sizes
 from dmuon.solver import Shape
 from dmuon.tools.cli import BadArgument, Parser, count, removed, require_target, seconds

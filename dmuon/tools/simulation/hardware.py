@@ -14,7 +14,7 @@ lower tiles alone are computed, at a part of cuBLAS's rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -23,13 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmuon.kernels import (
-    Arithmetic,
-    Square,
-    choose_variant,
-    coefficient_sequence,
-    iterate,
-)
+from dmuon.kernels import Arithmetic, choose_variant, coefficient_sequence, iterate
 from dmuon.planning.profiler import useful_batch_sizes
 from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Shape
@@ -174,8 +168,6 @@ _HALVES_RATE = 0.75
 _PASSES, _NORM_LAUNCHES = (12, 10, 10), 2
 UPDATE_BYTES = sum(_PASSES)  # of an element, that pass through memory beside products
 
-# Sides of the matrix that the products are noted on; each stands for a side of the matrix that is priced.
-_SMALL, _LARGE = 2, 3
 _NEWTON_SCHULZ, _DTYPE = coefficient_sequence("polar_express", 5), torch.float16  # the defaults on GPUs
 
 
@@ -219,11 +211,6 @@ class _Recorder(Arithmetic):
     def symmetric(self, c: Tensor | None, a: Tensor, b: Tensor, **_: Any) -> Tensor:
         return self._noted(a, b, addends=c is not None, halves=self.whole_v)
 
-    def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
-        if not self.whole_v:
-            return Arithmetic.square(self, s, square, stored, out=out)
-        return self._noted(s, s, addends=len(square.addends), halves=True)
-
     def _noted(self, a: Tensor, b: Tensor, addends: int = 0, halves: bool = False) -> Tensor:
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
         self.products.append(Product(rows, inner, columns, addends, halves))
@@ -264,9 +251,8 @@ def _update_ns(device: Device, shape: Shape, k: int) -> int:
     """Whole nanoseconds of one update of ``k`` matrices. Rounded up, which keeps sums above the whole."""
     variant = choose_variant(shape, k, _NEWTON_SCHULZ, _DTYPE, torch.device("cuda"), multiprocessors=device.sms)
     recorder = _Recorder(_DTYPE, _DTYPE, whole_v=variant.backend == "triton")
-    iterate(torch.empty(_SMALL, _LARGE, dtype=_DTYPE, device="meta"), variant, _NEWTON_SCHULZ, recorder)
-    side = {_SMALL: shape[0], _LARGE: shape[1]}
-    products = [replace(p, rows=side[p.rows], inner=side[p.inner], columns=side[p.columns]) for p in recorder.products]
+    iterate(torch.empty(shape, dtype=_DTYPE, device="meta"), variant, _NEWTON_SCHULZ, recorder)
+    products = recorder.products
     # PyTorch copies an addend into the result, for cuBLAS to add to.
     copied = sum(2 * p.addends * _ELEMENT * p.rows * p.columns for p in products if not p.halves)
     passes = k * (shape[0] * shape[1] * UPDATE_BYTES + copied) / device.memory_bandwidth

@@ -11,6 +11,8 @@ from itertools import product
 from dmuon.tools.simulation.hardware import Topology
 from dmuon.tools.simulation.step import (
     MASTER_BYTES,
+    PARAM_BYTES,
+    REDUCE_BYTES,
     Program,
     Scenario,
     newton_schulz_s,
@@ -220,11 +222,11 @@ def held_bytes(program: Program, scenario: Scenario) -> float:
     topology, workload = scenario.topology, scenario.workload
     whole = [block.matrix_elements / topology.tp for block in workload.blocks]
     others = 16 * sum(b.other_elements for b in (*workload.blocks, workload.ends)) / topology.shard
-    buffers = workload.param_bytes * (sum(whole) if scenario.kept else 2 * max(whole))
+    buffers = PARAM_BYTES * (sum(whole) if scenario.kept else 2 * max(whole))
     if program != "dedicated":
         together = [rows * cols * count / topology.tp for (rows, cols), count in stored_shapes(scenario).items()]
         gathered = MASTER_BYTES * max(together) if program == "gather" else 0.0
         return (16 if program == "adamw" else 12) * sum(whole) / topology.shard + others + buffers + gathered
     held = owned_elements(scenario).sum(axis=0)
-    standins = 0.0 if scenario.kept or topology.replicate == 1 else workload.param_bytes * float(held.sum(axis=0).max())
-    return 12 * float(held.max()) + standins + others + buffers + workload.reduce_bytes * 2 * max(whole)
+    standins = 0.0 if scenario.kept or topology.replicate == 1 else PARAM_BYTES * float(held.sum(axis=0).max())
+    return 12 * float(held.max()) + standins + others + buffers + REDUCE_BYTES * 2 * max(whole)

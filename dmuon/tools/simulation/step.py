@@ -31,6 +31,7 @@ from dmuon.tools.simulation.hardware import UPDATE_BYTES, Collective, Group, Har
 
 _NORMS_PER_BLOCK = 2
 _BACKWARD = 2  # products per forward product: one for the input's gradient, one for the weight's
+PARAM_BYTES, REDUCE_BYTES = 2, 4  # of an element of a weight, and of a gradient, as they travel: bf16 and fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,13 @@ class Block:
 
     Attributes:
         name: canonical name, as in the plan.
-        forward_flops, backward_flops: work of one rank's tokens.
+        flops: work of one rank's tokens in forward; backward is twice that.
         matrix_elements: elements of the matrices that Muon takes.
         other_elements: elements of everything else in it.
     """
 
     name: str
-    forward_flops: float
-    backward_flops: float
+    flops: float
     matrix_elements: int
     other_elements: int
 
@@ -60,15 +60,11 @@ class Workload:
         ends: embedding, final norm and output head, which the root FSDP2 unit holds; their work runs between the
             blocks' forward and backward.
         tokens: per rank and step.
-        param_bytes: per element of a weight as it travels.
-        reduce_bytes: per element of a gradient as it travels.
     """
 
     blocks: tuple[Block, ...]
     ends: Block
     tokens: int
-    param_bytes: int = 2
-    reduce_bytes: int = 4
 
     @classmethod
     def from_config(cls, path: str | Path, *, tokens: int, sequence: int) -> Workload:
@@ -102,14 +98,14 @@ class Workload:
             forward += tokens * sequence * _attention_width(owned)
             elements = sum(m.rows * m.cols for m in owned)
             others = _NORMS_PER_BLOCK * _hidden(config, owned)
-            blocks.append(Block(name, forward, _BACKWARD * forward, elements, others))
+            blocks.append(Block(name, forward, elements, others))
         ends = _ends(config, tokens, _hidden(config, members[blocks[-1].name]))
         return cls(tuple(blocks), ends, tokens)
 
     @property
     def flops(self) -> float:
         """Forward and backward of one rank's tokens."""
-        return sum(b.forward_flops + b.backward_flops for b in (*self.blocks, self.ends))
+        return (1 + _BACKWARD) * sum(block.flops for block in (*self.blocks, self.ends))
 
 
 def _is_expert(matrix: Matrix) -> bool:
@@ -150,13 +146,12 @@ def _hidden(config: ModelConfig, matrices: Iterable[Matrix]) -> int:
 
 def _ends(config: ModelConfig, tokens: int, hidden: int) -> Block:
     if config.data.get("vocab_size") is None:
-        return Block("ends", 0.0, 0.0, 0, 0)
+        return Block("ends", 0.0, 0, 0)
     gpt2 = config.data["model_type"] == "gpt2"
     tied = config.flag("tie_word_embeddings", default=gpt2)  # the defaults of Hugging Face
     positions = config.integer("n_positions", 0, least=0) if gpt2 else 0
     table = config.integer("vocab_size") * hidden
-    forward = 2.0 * tokens * table
-    return Block("ends", forward, _BACKWARD * forward, 0, table * (1 if tied else 2) + positions * hidden + hidden)
+    return Block("ends", 2.0 * tokens * table, 0, table * (1 if tied else 2) + positions * hidden + hidden)
 
 
 # -- where and at what rate -----------------------------------------------------------------------------------------
@@ -253,22 +248,21 @@ class Message(NamedTuple):
 def messages(program: Program, scenario: Scenario) -> list[Message]:
     """What ``program`` sends in a step; ``"weights"`` and ``"fill"`` twice unless weights are kept."""
     workload, topology, rings = scenario.workload, scenario.topology, scenario.topology.rings()
-    param, reduce = workload.param_bytes, workload.reduce_bytes
     table: list[Message] = []
     for i, block in enumerate((*workload.blocks, workload.ends)):
         elements = sharded(program, block, topology.tp)
-        table.append(Message("weights", i, "shard", "all_gather", elements * param))
-        table.append(Message("gradients", i, "shard", "reduce_scatter", elements * reduce))
-        table.append(Message("averages", i, "replicate", "all_reduce", elements / topology.shard * reduce))
+        table.append(Message("weights", i, "shard", "all_gather", elements * PARAM_BYTES))
+        table.append(Message("gradients", i, "shard", "reduce_scatter", elements * REDUCE_BYTES))
+        table.append(Message("averages", i, "replicate", "all_reduce", elements / topology.shard * REDUCE_BYTES))
     grids = owned_elements(scenario)
     if program == "dedicated":
         for i, grid in enumerate(grids):
             owners, replicas = int(np.count_nonzero(grid.any(axis=0))), int(np.count_nonzero(grid, axis=0).max())
             row, column = float(grid.sum()), float(grid.sum(axis=0).max())
-            table.append(Message("fill", i, "shard", "broadcast", row * param, owners))
-            table.append(Message("reduce", i, "shard", "reduce", row * reduce, owners))
-            table.append(Message("replicas", i, "replicate", "reduce", column * reduce, replicas))
-            table.append(Message("publish", i, "replicate", "broadcast", column * param, replicas))
+            table.append(Message("fill", i, "shard", "broadcast", row * PARAM_BYTES, owners))
+            table.append(Message("reduce", i, "shard", "reduce", row * REDUCE_BYTES, owners))
+            table.append(Message("replicas", i, "replicate", "reduce", column * REDUCE_BYTES, replicas))
+            table.append(Message("publish", i, "replicate", "broadcast", column * PARAM_BYTES, replicas))
     elif program == "gather":
         for (rows, cols), count in stored_shapes(scenario).items():
             nbytes = rows * cols * count * MASTER_BYTES / topology.tp
@@ -367,7 +361,7 @@ def step_s(program: Program, scenario: Scenario) -> float:
     arriving: dict[int, float] = {}
     reductions: deque[float] = deque()
     scattered = averaged = 0.0
-    travelled = workload.param_bytes + workload.reduce_bytes
+    travelled = PARAM_BYTES + REDUCE_BYTES
     bandwidth = scenario.hardware.device.memory_bandwidth
     owned = owned_elements(scenario)
     filled = [*owned.sum(axis=1).max(axis=1).tolist(), 0.0]
@@ -376,13 +370,13 @@ def step_s(program: Program, scenario: Scenario) -> float:
         """Start what brings the weights of a block."""
         gathered = rank.send("weights", i, rank.now)
         published = rank.send("publish", i, 0.0) if forward else 0.0
-        copied = filled[i] * (MASTER_BYTES + workload.param_bytes) / bandwidth
+        copied = filled[i] * (MASTER_BYTES + PARAM_BYTES) / bandwidth
         ready = published if scenario.kept else max(published, rank.now)
         arriving[i] = max(gathered, rank.send("fill", i, ready + copied))
 
     def unshard(i: int) -> None:
         rank.wait(arriving.pop(i))
-        rank.copy(2 * workload.param_bytes * sharded(program, blocks[i], topology.tp))
+        rank.copy(2 * PARAM_BYTES * sharded(program, blocks[i], topology.tp))
 
     def scatter(i: int) -> None:
         """Start what brings the gradients of a block to their ranks."""
@@ -409,16 +403,16 @@ def step_s(program: Program, scenario: Scenario) -> float:
         unshard(i)
         if i + 1 < last:
             fetch(i + 1)
-        rank.compute(blocks[i].forward_flops / scenario.flops_per_s)
+        rank.compute(blocks[i].flops / scenario.flops_per_s)
     if not scenario.kept:
         fetch(last - 1, forward=False)
-    rank.compute((workload.ends.forward_flops + workload.ends.backward_flops) / scenario.flops_per_s)
+    rank.compute((1 + _BACKWARD) * workload.ends.flops / scenario.flops_per_s)
     for i in reversed(range(last)):
         if not scenario.kept:
             unshard(i)
             if i:
                 fetch(i - 1, forward=False)
-        rank.compute(blocks[i].backward_flops / scenario.flops_per_s)
+        rank.compute(_BACKWARD * blocks[i].flops / scenario.flops_per_s)
         scatter(i)
     scatter(last)
     rank.wait(max([scattered, averaged, *reductions]))

@@ -388,7 +388,7 @@ class LayoutExchange(Exchange):
                 if isinstance(round_, FullReplicationRound):
                     ballots[id(round_.domain)].keeping.append(round_)
                     self.keeps_momentum = True
-                if isinstance(round_, ExchangedRound):  # the first vote compares it
+                if round_.exchanged:  # the first vote compares it
                     round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.config.prefetch_count}")
         return rounds
 

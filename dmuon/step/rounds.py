@@ -167,7 +167,6 @@ class ExchangedRound(Round):
         joins_norms: also where that saves no bytes, since no rank has a whole matrix.
     """
 
-    exchanged = True
     has_owners = True
     joins_norms = False
     orthogonalize: Callable[..., tuple[Tensor, Done]] = staticmethod(orthogonalize)
@@ -180,6 +179,7 @@ class ExchangedRound(Round):
         self.queue = id(self.domain)
         self.parcels = [batch.parcel for batch in batches]
         self._counts = [parcel.count for parcel in self.parcels]
+        self.exchanged = any(len(parcel.spread.holders) > 1 for parcel in self.parcels)
         self._what = what
         self._ids = frozenset[int]().union(*(batch.ids for batch in batches))
         self._like = torch.empty(0, dtype=batches[0].dtype, device=batches[0].device)
@@ -196,8 +196,11 @@ class ExchangedRound(Round):
     def fold(self, step: Step) -> None:
         self.squares = None  # a step before may have failed
         group = step.options[self.index]
+        # A round of one rank's own matrices is unknown to the others.
         numerics = numerics_of(group, self._like.dtype, self._like.device)
-        if not (numerics.sent_normalized or self.joins_norms) or step.present.isdisjoint(self._ids):
+        if not self.exchanged or not (numerics.sent_normalized or self.joins_norms):
+            return
+        if step.present.isdisjoint(self._ids):
             return
         norms: dict[int, Tensor] = {}
         with step.timer.phase("momentum"):
@@ -361,7 +364,7 @@ def exchanged_rounds(
     together: bool,
     order: Callable[[Batch], tuple[int, int]],
     kinds: Mapping[Strategy, type[ExchangedRound]] | None = None,
-) -> list[Round]:
+) -> list[ExchangedRound]:
     """Rounds of what several ranks hold: one batch of each owner, or several if they are of small matrices.
 
     Matrices of a stack that one rank has whole need no exchange, and come first.
@@ -374,10 +377,10 @@ def exchanged_rounds(
         kinds: of rounds, for strategies other than that of owners.
     """
     lanes: dict[tuple[Strategy, bool, int, torch.dtype], dict[int, list[SharedBatch]]] = {}
-    rounds: list[Round] = []
+    rounds = []
     for batch in batches:
         if len(batch.parcel.spread.holders) == 1:  # unknown to the other ranks, so it cannot be in a round with theirs
-            rounds.append(AloneRound(index, batch))
+            rounds.append(ExchangedRound(index, [batch], f"matrices of one rank in group {index}"))
         else:
             key = (batch.parcel.strategy, not batch.parcel.team, id(batch.domain), batch.dtype)
             lanes.setdefault(key, {}).setdefault(batch.parcel.owner, []).append(batch)

@@ -69,8 +69,8 @@ _WRAPPER_REMEDY = (
 )
 _CONVERSIONS = ("_to_copy", "empty_like")  # what Module.to(…), .half(), .cuda() and .to_empty(…) call
 _CONVERSION_REMEDY = (
-    "convert and move the model before dedicate_params, and for another dtype in forward and backward pass "
-    f"mp_policy=MixedPrecisionPolicy(param_dtype=…); {_FRAMEWORKS}"
+    "convert and move the model before dedicate_params, or a copy of it in the values of model.state_dict(), and for "
+    f"another dtype in forward and backward pass mp_policy=MixedPrecisionPolicy(param_dtype=…); {_FRAMEWORKS}"
 )
 _NUMBERS = ("all", "amax", "amin", "any", "max", "mean", "min", "sum")
 _NUMBER_REMEDY = f"take norm(), which all ranks have together, and is not finite where an element is not; or {_REMEDY}"

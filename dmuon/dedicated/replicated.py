@@ -197,14 +197,12 @@ class GradAverager:
     def look(self) -> None:
         """Find what the model trains now and nobody else averages."""
         held: dict[int, nn.Parameter] = {}
-        names: dict[int, str] = {}
-        for path, module in self._managed.named_modules():
-            for name, param in module._parameters.items():
+        for _, module in self._managed.named_modules():
+            for param in module._parameters.values():
                 if param is None or not param.requires_grad or id(param) in self._others:
                     continue
                 if self._comm.world > 1 or isinstance(param, DTensor):
                     held[id(param)] = param
-                    names.setdefault(id(param), f"{path}.{name}")
         if held.keys() == self._found.keys() and self.looked:
             return
         if not self.looked or not held.keys() <= self._found.keys():
@@ -217,7 +215,7 @@ class GradAverager:
             key: self._found.get(key) or (param, param.register_post_accumulate_grad_hook(self._hook))
             for key, param in ours.items()
         }
-        self.names = {key: canonical_fqn(names[key].lstrip(".")) for key in ours}
+        self.names = {id(p): canonical_fqn(n) for n, p in self._managed.named_parameters() if id(p) in ours}
         self.changed = [*self._found] != [*map(id, self.params)]
 
     def _leave_to_others(self, new: Iterable[nn.Parameter]) -> None:

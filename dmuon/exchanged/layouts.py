@@ -146,8 +146,10 @@ def lay_out(
     asked: list[tuple[dist.ProcessGroup, list[tuple[str, str]]]] = []
     for ranks in sorted({one.whole.ranks for one in placed if one is not None}):
         members = [(i, one.whole) for i, one in enumerate(placed) if one is not None and one.whole.ranks == ranks]
-        is_whole = whole is not None and whole.ranks == ranks
-        domains[ranks] = whole if is_whole else make_domain(ranks, local_tensor(params[members[0][0]]).device)
+        if whole is not None and whole.ranks == ranks:
+            domains[ranks] = whole
+        else:
+            domains[ranks] = make_domain(ranks, local_tensor(params[members[0][0]]).device)
         for number, (i, _) in enumerate(members):
             if " " in names[i]:  # of no module: groups differ between ranks, its number among the shared does not
                 labels[i] = f"{number} of those that ranks {listed(ranks, ' ')} hold together"

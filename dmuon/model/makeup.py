@@ -30,6 +30,7 @@ class ModuleTree:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._holders: dict[int, list[Holder]] = {}
+        self._linears: dict[int, list[nn.Linear]] = {}
         for module in modules:
             for name, child in module.__dict__.get("_modules", {}).items():  # none before Module.__init__
                 if child is not None:
@@ -52,6 +53,12 @@ class ModuleTree:
                 (holder, f"{attribute}.{path}") for module, path in level for holder, attribute in self._holding(module)
             ]
         return found
+
+    def linears(self, module: nn.Module) -> list[nn.Linear]:
+        """The linear layers below ``module``, in order."""
+        if id(module) not in self._linears:
+            self._linears[id(module)] = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+        return self._linears[id(module)]
 
     def _holding(self, module: nn.Module) -> Iterator[Holder]:
         for holder, attribute in self._holders.get(id(module), ()):
@@ -349,7 +356,8 @@ def looks_fused(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) -
     if param.ndim == 3 and not form.flattened:
         return _is_halved(module, name, param)
     return isinstance(module, nn.Linear) and any(
-        path.count(".") == 1 and _is_shared_out(parent, module) for parent, path in tree.above(module, name)
+        path.count(".") == 1 and _is_shared_out(tree.linears(parent), module)
+        for parent, path in tree.above(module, name)
     )
 
 
@@ -390,23 +398,18 @@ def _is_of_glu(tree: ModuleTree, module: nn.Module) -> bool:
         return False
     for unit, path in tree.above(module, "weight"):
         if path.count(".") == 1 and "glu" in type(unit).__name__.lower():
-            others = [layer for layer in _linears(unit) if layer is not module]
+            others = [layer for layer in tree.linears(unit) if layer is not module]
             alike = any((m.in_features, m.out_features) == (module.in_features, module.out_features) for m in others)
             return not alike and not any(layer.in_features == module.out_features for layer in others)
     return False
 
 
-def _is_shared_out(parent: nn.Module, module: nn.Linear) -> bool:
-    """Whether a later layer below ``parent`` takes an equal part of what this one gives, and none takes all."""
-    linears = _linears(parent)
+def _is_shared_out(linears: Sequence[nn.Linear], module: nn.Linear) -> bool:
+    """Whether a later one of ``linears`` takes an equal part of what this one gives, and none takes all."""
     if any(layer.in_features == module.out_features and layer is not module for layer in linears):
         return False
     later = {(layer.in_features, layer.out_features) for layer in linears[linears.index(module) + 1 :]}
     return any((module.out_features / share, module.in_features) in later for share in _SHARES)
-
-
-def _linears(parent: nn.Module) -> list[nn.Linear]:
-    return [layer for layer in parent.modules() if isinstance(layer, nn.Linear)]
 
 
 def _is_halved(module: nn.Module, name: str, param: Tensor) -> bool:

@@ -27,4 +27,5 @@ def test_a_figure_that_differs_is_found_and_written_in_its_place(bench: ModuleTy
 def test_make_bench_takes_every_record_that_pages_show(bench: ModuleType) -> None:
     taken = set(re.findall(r"RECORD,.*,([\w-]+)\)", (ROOT / "Makefile").read_text()))
     used = {name for _, template in bench.templates() for name in re.findall(r"\{([\w-]+)\[", template)}
-    assert used - taken <= {"train-10m-cpu"}, "which takes an hour"
+    long = {"train-10m-cpu", "newton-schulz-cpu"}  # the second where a CPU does not multiply bf16
+    assert used - taken <= long

@@ -23,7 +23,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,20 +192,13 @@ def measure(settings: Settings) -> Record:
         (preset, form, coefficient_sequence(preset, 5)) for preset in QUINTICS for form in library_forms()
     ]
     cases += [("squares", form, SQUARES) for form in squares_forms()]
-    cases = [case for case in cases if settings.preset in ("all", case[0])]
-    polynomials = {preset: steps for preset, _, steps in cases}
-    ideals = {
-        preset: max(polynomial(batch.sigma, steps).max().item() for batch in batches)
-        for preset, steps in polynomials.items()
-    }
-
-    def judged(case: tuple[str, Form, Steps | Squares]) -> Record:
-        preset, form, steps = case
-        return judge(batches, form, steps, ideals[preset] + MARGIN)
-
+    ideals: dict[str, float] = {}
     results: dict[str, dict[str, Record]] = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # products of torch wait for no other Python
-        for (preset, form, _), found in zip(cases, pool.map(judged, cases), strict=True):
+    for preset, form, steps in cases:
+        if settings.preset in ("all", preset):
+            if preset not in ideals:
+                ideals[preset] = max(polynomial(batch.sigma, steps).max().item() for batch in batches)
+            found = judge(batches, form, steps, ideals[preset] + MARGIN)
             results.setdefault(preset, {})[form.name] = found
     count = sum(len(batch.names) for batch in batches)
     return {"matrices": count, "exact_sigma_max": ideals, "results": results}

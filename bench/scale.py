@@ -142,7 +142,8 @@ def live(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Ph
                 loss.backward()
         else:  # in which forward and backward are not this library's
             for param in model.parameters():
-                param.grad = torch.ones_like(param)
+                # As FSDP2 gives it: of the very layout that the parameter has.
+                param.grad = DTensor(torch.ones_like(param.to_local()), param._spec, requires_grad=False)
         with meter.phase(f"{later}step"):
             optimizer.step()
         with meter.phase(f"{later}zero_grad"):

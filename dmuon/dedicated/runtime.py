@@ -114,6 +114,7 @@ class Runtime:
             roots[""].register_forward_pre_hook(self._root_pre_forward)
             roots[""].register_forward_hook(self._root_post_forward)
         self.by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
+        self._by_name = {matrix.fqn: matrix for matrix in self.matrices()}
         self._buffer_of = {key: buffer for buffer in self.buffers for key in buffer.params}
         self._block_of = {id(matrix.full): block for block in self.blocks for matrix in block.matrices}
         for matrix in self.matrices():
@@ -183,7 +184,7 @@ class Runtime:
         Raises:
             ValueError, RuntimeError: on every rank, if some rank cannot.
         """
-        matrix = next(matrix for matrix in self.matrices() if matrix.fqn == param.fqn)  # ``param`` may be an alias
+        matrix = self._by_name[param.fqn]  # ``param`` may be an alias
         state = state_of(matrix.master, matrix, matrix.fqn)
         fault: Exception | None = None
         try:

@@ -18,8 +18,8 @@ MOST |= {"first step": 0.2, "mismatched build": 0.3, "mismatched load model": 0.
 MOST_OF_ANY_OTHER = 0.05
 MOST_OF_ONE_MORE = {  # calls of functions for each further matrix, torch's own among them
     "dedicated": {"step": 20, "save optimizer": 90, "load optimizer": 215, "save model": 90, "load model": 290}
-    | {"mismatched build": 1050, "mismatched load model": 260, "mismatched load optimizer": 160},
-    "exchanged": {"step": 45, "save optimizer": 80, "load optimizer": 195}
+    | {"mismatched build": 1000, "mismatched load model": 260, "mismatched load optimizer": 160},
+    "exchanged": {"step": 40, "save optimizer": 80, "load optimizer": 195}
     | {"mismatched build": 900, "mismatched load optimizer": 125},
 }
 MOST_OF_EXPERTS = {"load optimizer": 0.6}  # digests of all ranks, beside little else

@@ -113,7 +113,8 @@ def test_a_split_dimension_is_one_along_which_pieces_concatenate(case: Case) -> 
         return
     assert cut == {layout.split_dim} and max(blocks) == 1
     for owner in range(len(expected)):
-        order = spread_over_all(layout).copy_with(owner)
+        parts = spread_over_all(layout).copy_with(owner)
+        order = sorted(parts, key=lambda position: parts[position].runs[layout.split_dim])
         together = torch.cat([expected[i] for i in order], layout.split_dim)
         assert torch.equal(together, whole)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from math import prod
 
 import torch.nn as nn
@@ -180,8 +181,13 @@ def _is_of(owner: nn.Module, rule: Rule) -> bool:
     return any(
         fnmatchcase(base.__name__, pattern) and f"{base.__module__}.".startswith(rule.package)
         for base in type(owner).__mro__
-        for pattern in rule.classes.split()
+        for pattern in _patterns(rule.classes)
     )
+
+
+@cache
+def _patterns(classes: str) -> list[str]:
+    return classes.split()
 
 
 # -- which matrices, or why none --------------------------------------------------------------------------------------

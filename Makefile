@@ -38,7 +38,7 @@ bench: $(STAMP)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt 'transformers>=5'
 	$(call RECORD,step.py --rounds 9,step-modes-cpu)
 	$(call RECORD,step.py --programs sweep --rounds 7,step-sweep-cpu)
-	$(call RECORD,step.py --programs ablation --rounds 3,ablation-cpu)
+	$(call RECORD,step.py --programs ablation --rounds 2,ablation-cpu)
 	$(call RECORD,exchange.py,exchange-cpu)
 	-$(call RECORD,exchange.py --rate 400mbit --rounds 5 --warmup 1,exchange-400mbit-cpu)
 	$(call RECORD,memory.py,memory-cpu)

@@ -154,9 +154,8 @@ def ahead_of(made: list[tuple[str, int, int]]) -> int:
 
 
 @pytest.mark.pitfall("P25", "P26")
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ROWS)
-@on_ranks()
+@on_ranks(3)
 def test_functions_of_every_form_equal_one_process(rank: int, world: int, name: str) -> None:
     """To the same bits in all modes, with the same calls on all ranks, of which ``prefetch_count`` bounds some."""
     shapes: list[tuple[int, ...]] = [(6, 4), (12, 5), (6, 4), (6, 9), (18, 3)]

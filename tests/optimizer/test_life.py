@@ -21,7 +21,6 @@ from harness.heard import heard
 from harness.network import Network, full_state, is_matrix, loss_of, shard_blocks, tensor_parallel
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
-from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
@@ -272,24 +271,6 @@ def test_uneven_inputs_are_refused_at_the_first_step(rank: int, world: int) -> N
     with program.join(enable=False):
         train(program, optimizers[0], range(3), rank, world)
     assert_equal_weights(full_state(model), reference_weights(3))
-
-
-# -- sparse state --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("P89")
-@pytest.mark.parametrize("layout", ["1d", "fsdp2-2", "ddp"])
-@on_ranks("layout", timeout=20)
-def test_sparse_state_on_one_rank_is_refused_on_all(rank: int, world: int, layout: str) -> None:
-    optimizer = dmuon.Muon(lay(layout, build()).model, **OPTIONS)
-    for group, name, told in ((0, "momentum_buffer", "momentum"), (2, "exp_avg", "exp_avg")):
-        saved = optimizer.state_dict()
-        key = saved["param_groups"][group]["params"][0]
-        if rank == 1:
-            value = torch.zeros(saved["state"][key][name].shape).to_sparse()
-            saved["state"] = {**saved["state"], key: {**saved["state"][key], name: value}}
-        with pytest.raises(ValueError, match=rf"{told}.* is torch.sparse_coo, not a dense"):
-            optimizer.load_state_dict(saved)
 
 
 # -- groups that come and go ---------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ REMEDY = r"an optimizer, which .*, cannot be copied or pickled: save optimizer.s
 
 
 @pytest.mark.pitfall("P74")
-@pytest.mark.parametrize("layout", [SINGLE, "1d", "ddp", "fsdp2-2"])
+@pytest.mark.parametrize("layout", [SINGLE, "1d"])
 @on_ranks("layout")
 def test_a_copy_is_refused_with_the_remedy(rank: int, world: int, layout: str) -> None:
     run = start(layout)

@@ -64,7 +64,7 @@ def wrap_again(laid: Laid) -> None:
 
 
 @pytest.mark.pitfall("P87", "P19")
-@pytest.mark.parametrize("layout", ["fsdp2-2", "ddp", "1d-two-lines", *slowly("1d", "tp-alone")])
+@pytest.mark.parametrize("layout", ["fsdp2-2", "ddp", "1d-two-lines", *slowly("tp-alone")])
 @on_ranks(2, timeout=180.0)
 def test_what_is_unfrozen_trains_as_in_one_process(rank: int, world: int, layout: str) -> None:
     for what, frozen in FROZEN.items():

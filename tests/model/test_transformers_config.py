@@ -8,7 +8,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.nn as nn
 from harness.configs import written
 from harness.trees import node, stack
@@ -20,8 +19,7 @@ def model_of(config: SimpleNamespace) -> nn.Module:
     width = config.width
 
     def layer() -> nn.Module:
-        experts = {"experts": nn.Parameter(torch.empty(config.experts, width, width))} if config.experts else {}
-        return node(up=nn.Linear(width, 3 * width), down=nn.Linear(3 * width, width), **experts)
+        return node(up=nn.Linear(width, 3 * width), down=nn.Linear(3 * width, width))
 
     model = node(embed=nn.Embedding(100, width), layers=stack(layer))
     assert model.embed.weight.is_meta, "a model must take no memory"
@@ -48,7 +46,7 @@ class Fake(ModuleType):
         self.fields = fields
         if not isinstance(fields["width"], int):
             raise TypeError("Field 'width'\n    expected int")
-        return SimpleNamespace(**{"experts": 0, "fused": False, **fields})
+        return SimpleNamespace(**{"fused": False, **fields})
 
     @staticmethod
     def from_config(config: SimpleNamespace, attn_implementation: str) -> nn.Module:
@@ -101,13 +99,6 @@ def test_downloads_are_forbidden_meanwhile(tmp_path: Path, fake: Fake, monkeypat
     with pytest.raises(ValueError, match="cannot build"):
         read_model(write(tmp_path, width="x"))
     assert seen == [True, True] and constants.HF_HUB_OFFLINE is False
-
-
-def test_each_expert_of_a_stack_is_a_matrix(tmp_path: Path, fake: Fake) -> None:
-    matrices = read_model(write(tmp_path, experts=4))
-    assert len(matrices) == 4 + 2 * 4
-    first = [(m.name, m.rows, m.cols) for m in matrices if "experts" in m.name and m.block == "layers.0"]
-    assert first == [(f"layers.0.experts[{i}]", 16, 16) for i in range(4)]
 
 
 @pytest.mark.parametrize(

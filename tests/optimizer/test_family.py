@@ -216,21 +216,6 @@ def test_multipliers_stay_where_schedulers_and_checkpoints_change_rates() -> Non
         dmuon.Muon(build(), **OPTIONS).load_state_dict(saved)
 
 
-@pytest.mark.parametrize(
-    ("params", "multipliers", "says"),
-    [
-        (lambda model: model, {"blocks.*": 2.0, "blocks.0.*": 3.0}, "'blocks.0.*' is the first to fit no parameter's"),
-        (lambda model: model, {"*": -1.0}, "lr_multiplier must be finite and >= 0"),
-        (lambda model: model, 2.0, "lr_multipliers must map patterns of names to factors, got float"),
-        (dmuon.param_groups, {"*": 2.0}, "write lr_multiplier=… into your groups"),
-        (lambda model: list(model.blocks.parameters()), {"*.up.*": 2.0}, "fit no parameter's name"),
-    ],
-)
-def test_multipliers_that_mean_nothing_are_refused(params: Any, multipliers: Any, says: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=says.replace("*", "[*]")):
-        dmuon.Muon(params(build()), lr_multipliers=multipliers)
-
-
 def test_tensors_that_come_with_names_are_multiplied() -> None:
     model = build()
     named = [(name, param) for name, param in model.named_parameters() if is_matrix(name)]
@@ -429,16 +414,14 @@ def test_a_group_goes_to_the_sphere_and_leaves_it_as_its_option_says() -> None:
     assert_equal_weights(dict(models[0].state_dict()), dict(models[1].state_dict()), 0.0)
 
 
-def test_weights_whose_norm_would_not_stay_are_refused() -> None:
-    half = [{"params": [nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))], "use_muon": True}]
-    with pytest.raises(ValueError, match=r"torch\.bfloat16: rounding would let their norm grow\. Keep"):
-        dmuon.Muon(half, **ON_SPHERE)
-    optimizer = dmuon.Muon(half)
-    half[0]["params"][0].grad = torch.ones(4, 4, dtype=torch.bfloat16)
+def test_an_edit_after_which_the_norm_of_weights_would_not_stay_is_refused() -> None:
+    half = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = dmuon.Muon([{"params": [half], "use_muon": True}])
+    half.grad = torch.ones_like(half)
     optimizer.param_groups[0]["weight_decay_mode"] = "hyperball"
     with pytest.raises(ValueError, match="rounding would let their norm grow"):
         optimizer.step()
-    assert half[0]["params"][0].eq(1).all()
+    assert half.eq(1).all()
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------

@@ -45,15 +45,18 @@ def by_tp(model: Network, mesh: DeviceMesh | None = None) -> Network:
 
 
 # By what a model is wrapped, and steps that the optimizer takes before; None: it is built later, of the inner model.
-WRAPS: list[tuple[Callable[[Network], nn.Module], int | None]] = [
-    *((DistributedDataParallel, before) for before in (None, 0, 2)),
-    (replicate, 2),
+# And whether the optimizer is given groups.
+WRAPS: list[tuple[Callable[[Network], nn.Module], int | None, bool]] = [
+    (DistributedDataParallel, None, False),
+    (DistributedDataParallel, 0, True),
+    (DistributedDataParallel, 2, False),
+    (DistributedDataParallel, 2, True),
+    (replicate, 2, False),
 ]
 
 
 @pytest.mark.pitfall("P76", "P88")
-@pytest.mark.parametrize(("wrap", "before"), WRAPS)
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("wrap", "before", "grouped"), WRAPS)
 @on_ranks(2)
 def test_a_model_that_is_wrapped_at_any_time_trains_on_and_each_matrix_has_one_owner(
     rank: int, world: int, wrap: Callable[[Network], nn.Module], before: int | None, grouped: bool
@@ -117,8 +120,7 @@ def test_parameters_that_were_replaced_are_named(stale: bool) -> None:
 
 
 @pytest.mark.pitfall("P88")
-@pytest.mark.parametrize("cut", [by_fsdp, by_tp], ids=lambda cut: cut.__name__)
-@pytest.mark.parametrize("some", ["", "blocks.1."])
+@pytest.mark.parametrize(("cut", "some"), [(by_fsdp, ""), (by_fsdp, "blocks.1."), (by_tp, "")])
 @on_ranks(2)
 def test_shards_that_were_replaced_are_named(
     rank: int, world: int, cut: Callable[[Network], nn.Module], some: str

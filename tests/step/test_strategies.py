@@ -56,8 +56,10 @@ def optimizer_of(weights: Weights, prefetch: int = 1, **options: Any) -> dmuon.M
 
 
 @pytest.mark.pitfall("P19", "P48")
-@pytest.mark.parametrize("strategy", ("owner", *WAYS))
-@pytest.mark.parametrize(("world", "prefetch"), [(2, 0), (3, 2), *slowly((4, 1))])
+@pytest.mark.parametrize(
+    ("world", "prefetch", "strategy"),
+    [*((3, 2, way) for way in ("owner", *WAYS)), (2, 0, "sharded"), *slowly(*((4, 1, way) for way in WAYS))],
+)
 @on_ranks()
 def test_the_update_is_that_of_one_process(rank: int, world: int, prefetch: int, strategy: str) -> None:
     """Of three steps, in the second of which some matrices have no gradient, on any rank or on one."""

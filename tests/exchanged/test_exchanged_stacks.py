@@ -35,12 +35,10 @@ STEPS = 3
         (2, {}),
         (3, {"prefetch_count": 3, "chunk_bytes": 500}),
         pytest.param(
-            4,
-            {"async_gpu_parallelism": False, "chunk_bytes": 500, "small_param_numel_threshold": 0},
-            marks=pytest.mark.slow,
+            4, {"prefetch_count": 2, "chunk_bytes": 500, "small_param_numel_threshold": 0}, marks=pytest.mark.slow
         ),
     ],
-    ids=["1", "2", "3-small-chunks", "4-sequential-unpacked"],
+    ids=["1", "2", "3-small-chunks", "4-unpacked"],
 )
 @on_ranks()
 def test_all_matrices_on_any_placement_equal_those_of_their_own(rank: int, world: int, options: dict[str, Any]) -> None:

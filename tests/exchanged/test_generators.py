@@ -283,8 +283,8 @@ def of_own_assignment(mesh: DeviceMesh) -> DistributedConfig:
     return replace(generated, assign_fn=assign)
 
 
-def of_own_functions(mesh: DeviceMesh) -> DistributedConfig:
-    """A user's configuration that calls generated functions inside of its own, for one parameter after the other."""
+def of_own_gather(mesh: DeviceMesh) -> DistributedConfig:
+    """Calls a generated function for one parameter after the other; all of them lie differently in each optimizer."""
     generated = of_group(mesh)
 
     def gather(update: Tensor, dst_rank: int, state: dict[str, Any]) -> Any:
@@ -292,16 +292,22 @@ def of_own_functions(mesh: DeviceMesh) -> DistributedConfig:
         assert state["assignments"][state["current_param_idx"]] == dst_rank
         return generated.gather_fn(update, dst_rank, state)
 
+    return replace(generated, gather_fn=gather, prefetch_count=0)
+
+
+def of_own_functions(mesh: DeviceMesh) -> DistributedConfig:
+    """A user's configuration that calls generated functions inside of its own."""
+    generated = of_group(mesh)
     return DistributedConfig(
         lambda params, state: generated.assign_fn(params, state),
-        gather,
+        lambda update, rank, state: generated.gather_fn(update, rank, state),
         lambda update, rank, state: generated.redistribute_fn(update, rank, state),
         {},
         prefetch_count=0,
     )
 
 
-@pytest.mark.parametrize("make", [of_dtensors, of_own_assignment, of_own_functions])
+@pytest.mark.parametrize("make", [of_dtensors, of_own_assignment, of_own_gather, of_own_functions])
 @on_ranks(2)
 def test_a_configuration_serves_several_optimizers(
     rank: int, world: int, make: Callable[[DeviceMesh], DistributedConfig]

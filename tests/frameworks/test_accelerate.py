@@ -123,7 +123,7 @@ def test_training_equals_one_process_and_resumes_exactly(rank: int, world: int, 
             assert_same_tensors(weights_of(resumed.model), weights)
 
 
-@pytest.mark.parametrize(("kind", "tied", "safe"), [(COPIES, True, False), (SHARDED, False, True)])
+@pytest.mark.parametrize(("kind", "tied", "safe"), [(COPIES, True, True), (SHARDED, True, False)])
 @on_ranks(2, timeout=180.0)
 def test_dedicated_model_trains_and_its_files_are_those_of_one_process(
     rank: int, world: int, kind: str, tied: bool, safe: bool

@@ -107,7 +107,7 @@ def dedicated(world: int, layout: Layout, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("layout", "tied", "bf16"),
-    [(SHARDED, False, True), (COPIES, True, False)],
+    [(SHARDED, False, False), (SHARDED, True, True), (COPIES, True, False)],
 )
 @on_ranks(2, timeout=180.0)
 def test_dedicated_model_trains_saves_and_resumes(

@@ -74,7 +74,7 @@ FAMILY: dict[str, dict[str, Any]] = {
 }
 ANY = [(1, "muon", "owner"), *((2, member, "owner") for member in FAMILY if member != "normuon")]
 ANY += [(2, "muon", strategy) for strategy in ("replicated", "full_replication", "sharded", "functions")]
-LATER = [(3, "normuon", "owner"), (4, "muon", "owner")]
+LATER = [(2, "normuon", "owner"), (4, "muon", "owner")]
 
 
 @pytest.mark.parametrize(("world", "member", "strategy"), [*ANY, *slowly(*LATER)])

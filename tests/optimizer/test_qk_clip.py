@@ -214,7 +214,7 @@ def laid(layout: str, kind: str, bias: bool = False) -> topologies.Laid:
 
 
 TRAINED = [("1d", "mla"), ("hsdp", "interleaved"), ("tp", "gqa"), ("fsdp2-2", "transposed"), ("ddp", "transposed")]
-TRAINED_SLOWLY = [("tp-fsdp", "interleaved"), ("fsdp2-3", "mla"), ("fsdp2-hsdp", "mha"), ("fsdp2-tp", "gqa")]
+TRAINED_SLOWLY = [("tp-fsdp", "interleaved"), ("fsdp2-3", "gqa"), ("fsdp2-2", "mla"), ("fsdp2-hsdp", "mha")]
 
 
 # Without MLA under tensor parallelism, whose shared keys would need a reduction that this small model lacks.

@@ -81,7 +81,7 @@ def counted(
         ("fsdp2-2", False, 3, 2**14),
         ("fsdp2-hsdp", True, 2, 2**14),
         ("tp-alone", True, 1, 2**14),
-        *slowly(("fsdp2-4", False, 0, 2**16), ("fsdp2-hsdp", True, 1, 2**28), ("fsdp2-tp", True, 1, 2**16)),
+        *slowly(("fsdp2-4", False, 0, 2**14), ("fsdp2-hsdp", True, 1, 2**28), ("fsdp2-tp", True, 1, 2**16)),
     ],
 )
 @on_ranks("layout")

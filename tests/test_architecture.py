@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -161,21 +160,3 @@ def test_imports_stand_at_the_top() -> None:
                     if target.split(".")[0] not in OPTIONAL and not needs_optional(target)
                 ]
     assert not faults, "\n".join(faults)
-
-
-def test_no_test_imports_another() -> None:
-    """What several use stands in tests/harness, tests/programs or beside them, under a name that is no test's."""
-    faults = [
-        f"{path.relative_to(ROOT)}:{node.lineno} imports {target}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for node in ast.walk(parsed(path))
-        for target in imported("", node)
-        if any(part.startswith("test_") for part in target.split("."))
-    ]
-    assert not faults, "\n".join(faults)
-
-
-def test_no_two_files_of_tests_have_one_name() -> None:
-    """Pytest takes files outside of packages for modules of that name, and collects one of them."""
-    names = Counter(p.name for p in (ROOT / "tests").rglob("test_*.py") if not (p.parent / "__init__.py").exists())
-    assert [name for name, count in names.items() if count > 1] == []

@@ -29,11 +29,8 @@ TENSOR = {"control": 1, "tensor": 1}
 # By layout, as docs/communication.md says it: what is made when a model is dedicated, and nothing later.
 MADE: dict[str, dict[str, int]] = {
     "1d": {**OWN, **LINE},
-    "1d-two-lines": {**OWN, **LINE},
     "ddp-2": {**OWN, **COLUMN},
-    "hsdp": {**OWN, **LINE, **COLUMN},
     "hsdp-two-lines": {**OWN, **LINE, **COLUMN},
-    "tp-fsdp": {"group": 1, **TENSOR, **LINE},
     "tp-two-lines": {"group": 1, **TENSOR, **LINE},  # averages go over "group", votes over "control"
     "fsdp2-2": {"exchange": 1},
     "fsdp2-hsdp": {"exchange": 1, "copies": 1},

@@ -147,7 +147,6 @@ QUICK: list[tuple[Any, ...]] = [
 ]
 SLOW: list[tuple[Any, ...]] = [
     (2, GENERATED, "vote before step", "killed", 1, {}),
-    (3, GENERATED, "scatter of round 0", "killed", 0, {"prefetch_count": 3}),
     (4, GENERATED, "scatter of round 0", "raising", 3, {"async_gpu_parallelism": False}),
     (3, USERS, "gather", "raising", 1),
 ]

@@ -33,14 +33,12 @@ STEPS = 3
     [
         (1, {}),
         (2, {}),
-        pytest.param(2, {"async_gpu_parallelism": False, "prefetch_count": 0}, marks=pytest.mark.slow),
         (3, {"prefetch_count": 3, "chunk_bytes": 500}),
-        pytest.param(4, {}, marks=pytest.mark.slow),
         pytest.param(
             4, {"prefetch_count": 2, "chunk_bytes": 500, "small_param_numel_threshold": 0}, marks=pytest.mark.slow
         ),
     ],
-    ids=["1", "2", "2-sequential", "3-small-chunks", "4", "4-unpacked"],
+    ids=["1", "2", "3-small-chunks", "4-unpacked"],
 )
 @on_ranks()
 def test_all_matrices_on_any_placement_equal_those_of_their_own(rank: int, world: int, options: dict[str, Any]) -> None:

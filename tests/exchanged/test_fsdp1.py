@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -15,12 +15,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import about, assert_equal_weights
+from harness.fused import LAYERS, FusedModel, by_spec, fused_loss, fused_reference
+from harness.hand_laid import SPLITS
 from harness.network import Block, Network, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import orthogonalized
-from harness.toy import CPU, OPTIONS, batch, build, train
+from harness.toy import CPU, OPTIONS, batch, build, take_steps, train
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,7 +37,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import dmuon
-from dmuon import MatrixSpec, create_dtensor_config, create_processgroup_config
+from dmuon import create_dtensor_config, create_processgroup_config
 
 BLOCKS = ModuleWrapPolicy({Block})
 
@@ -210,51 +212,15 @@ def test_mixed_precision_trains_as_autocast(rank: int, world: int) -> None:
 # -- what matrices a tensor is made of ------------------------------------------------------------------------------
 
 
-class Odd(nn.Module):
-    """Every way in which a tensor is several matrices; its gradients are given by the step."""
-
-    SPECS: ClassVar[dict[str, MatrixSpec]] = {
-        "qkv": MatrixSpec((6, 3, 3), num_heads=(2, 1, 1)),
-        "rows_by_turns": MatrixSpec((1, 1), repeats=5),
-        "columns": MatrixSpec((4, 2), transposed=True),
-        "kernel": MatrixSpec(flattened=True),
-        "experts": MatrixSpec((2, 3)),
-        "transposed_experts": MatrixSpec((1, 1), repeats=2, transposed=True),
-    }
-    SHAPES = ((12, 5), (10, 3), (5, 6), (4, 3, 2, 2), (3, 5, 4), (2, 3, 4))
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        for name, shape in zip(self.SPECS, self.SHAPES, strict=True):
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
-
-    def forward(self, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
-        given = [torch.randn(shape, generator=generator) for shape in self.SHAPES]
-        return torch.stack([(getattr(self, name) * g).sum() for name, g in zip(self.SPECS, given, strict=True)]).sum()
-
-
-def spec_in(fqn: str, _module: nn.Module, _param: nn.Parameter) -> MatrixSpec:
-    return Odd.SPECS[fqn.rpartition(".")[2]]
-
-
-def trained_odd(model: nn.Module, steps: int) -> tuple[nn.Module, dmuon.Muon]:
-    optimizer = dmuon.Muon(model, select=spec_in, **OPTIONS)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(step).backward()
-        optimizer.step()
-    return model, optimizer
-
-
 @on_ranks(3)
 def test_fused_tensors_kernels_and_stacks_are_cut_anywhere(rank: int, world: int) -> None:
-    alone, _ = trained_odd(Odd(), 3)
-    model, optimizer = trained_odd(wrapped(Odd()), 3)
-    assert {row.shape for row in optimizer.exchanged()} >= {"3x5", "5x3", "4x12", "2x4"}
+    model = wrapped(FusedModel())
+    optimizer = dmuon.Muon(model, select=by_spec(), **OPTIONS)
+    take_steps(optimizer, lambda step: fused_loss(model, step, rank, world), range(3))
+    shapes = [shape for split in SPLITS for shape in split.spec.matrices(split.shape)]
+    assert over_ranks(optimizer.last_step.ns_matrices) == LAYERS * len(shapes)
     assert "sharded as one row (FSDP1) on ranks" in dmuon.explain(model, optimizer)
-    assert_equal_weights(whole(model), {name: p.detach() for name, p in alone.named_parameters()})
+    assert_equal_weights(whole(model), fused_reference(3))
 
 
 # -- configurations -------------------------------------------------------------------------------------------------

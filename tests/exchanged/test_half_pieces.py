@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -10,10 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from harness.assertions import assert_close
 from harness.dtensors import give, noise, parameter, whole
 from harness.network import full_state
-from harness.on_ranks import assert_same_over_ranks, on_ranks
+from harness.on_ranks import assert_same_over_ranks, on_ranks, slowly
 from harness.topologies import lay
 from harness.toy import build
 from torch import Tensor
@@ -38,10 +39,7 @@ def trained(name: str, **options: Any) -> dict[str, Tensor]:
     [
         ("fsdp2-2", torch.float16),
         ("fsdp2-hsdp", torch.bfloat16),
-        *(
-            pytest.param(name, HALF[i % 2], marks=pytest.mark.slow)
-            for i, name in enumerate(("fsdp2-4", "tp-alone", "replicate-fsdp", "tp", "fsdp2-tp"))
-        ),
+        *slowly(("replicate-fsdp", torch.float16), ("tp", torch.bfloat16), ("fsdp2-tp", torch.float16)),
     ],
 )
 @on_ranks("layout")
@@ -78,17 +76,46 @@ def test_matrices_arrive_with_norm_one(rank: int, world: int, layout: str, dtype
         assert (weight - by_owner[key]).norm() <= 0.05 * change, f"{key}: owners would divide to the same"
 
 
+def changes(
+    lay_out: Callable[[], list[nn.Parameter]],
+    give_all: Callable[[int, list[nn.Parameter]], None],
+    dtypes: Sequence[torch.dtype | None],
+    steps: int = 2,
+    prefetch: int = 1,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What some steps add to weights: exactly, and where parameters, in turn, travel in these dtypes."""
+    found = []
+    for half in (False, True):
+        params = lay_out()
+        groups: list[dict[str, Any]] = [
+            {"params": params[i :: len(dtypes)], "use_muon": True, **({"ns_dtype": dtype} if half else {})}
+            for i, dtype in enumerate(dtypes)
+        ]
+        config = dmuon.create_dtensor_config(costs="flops", prefetch_count=prefetch)
+        optimizer = dmuon.Muon(groups, lr=0.1, weight_decay=0.0, distributed_config=config)
+        before = list(map(whole, params))
+        for step in range(steps):
+            give_all(step, params)
+            optimizer.step()
+        found.append([whole(p) - b for p, b in zip(params, before, strict=True)])
+    return found[0], found[1]
+
+
+def assert_like_exact(exactly: list[Tensor], halves: list[Tensor], limit: float) -> None:
+    for exact, half in zip(exactly, halves, strict=True):
+        sides = exact.shape[-2:]
+        for number, (x, y) in enumerate(zip(exact.reshape(-1, *sides), half.reshape(-1, *sides), strict=True)):
+            assert (x - y).norm() <= limit * x.norm(), f"matrix {number} of {tuple(exact.shape)}"
+
+
 @pytest.mark.pitfall("P19", "P38", "P48")
 @pytest.mark.parametrize("dtype", HALF)
 @on_ranks(2)
 def test_a_nan_stays_in_its_matrix_and_what_is_missing_is_zero(rank: int, world: int, dtype: torch.dtype) -> None:
     """Of four matrices: one good, one zero, one with NaN in one rank's part, one of which a rank has no gradient."""
     mesh = init_device_mesh("cpu", (world,))
-    change: dict[Any, list[Tensor]] = {}
-    for ns_dtype in (None, dtype):
-        params = [parameter(noise(i, 6, 4), mesh, [Shard(0)]) for i in range(4)]
-        config = dmuon.create_dtensor_config(costs="flops")
-        optimizer = dmuon.Muon(params, lr=0.1, weight_decay=0.0, distributed_config=config, ns_dtype=ns_dtype)
+
+    def give_all(_step: int, params: list[nn.Parameter]) -> None:
         grads = [noise(10 + i, 6, 4) for i in range(4)]
         grads[1].zero_()
         grads[2][5, 3] = torch.nan
@@ -96,43 +123,31 @@ def test_a_nan_stays_in_its_matrix_and_what_is_missing_is_zero(rank: int, world:
             give(param, grad)
         if rank == 1:
             params[3].grad = None
-        before = [copy.deepcopy(whole(p)) for p in params]
-        optimizer.step()
-        change[ns_dtype] = [whole(p) - b for p, b in zip(params, before, strict=True)]
-    for exact, found in zip(change[None], change[dtype], strict=True):
-        assert torch.equal(exact.isnan(), found.isnan())
-    good, zero, broken, missing = change[dtype]
+
+    exact, found = changes(
+        lambda: [parameter(noise(i, 6, 4), mesh, [Shard(0)]) for i in range(4)], give_all, [dtype], 1
+    )
+    for x, y in zip(exact, found, strict=True):
+        assert torch.equal(x.isnan(), y.isnan())
+    good, zero, broken, missing = found
     assert not zero.any() and broken.isnan().all()
     limit = 0.02 if dtype == torch.float16 else 0.1
-    assert_close(good, change[None][0], "good", limit)
-    assert_close(missing, change[None][3], "missing on a rank", limit)
-
-
-def assert_like_exact(change: dict[bool, list[Tensor]], limit: float) -> None:
-    for exact, half in zip(change[False], change[True], strict=True):
-        sides = exact.shape[-2:]
-        for number, (x, y) in enumerate(zip(exact.reshape(-1, *sides), half.reshape(-1, *sides), strict=True)):
-            assert (x - y).norm() <= limit * x.norm(), f"matrix {number} of {tuple(exact.shape)}"
-
-
-STACKS = [
-    (2, (2,), (5, 6, 8), [Shard(0)]),  # each matrix is whole on one rank, and the other knows nothing of it
-    (2, (2,), (1, 6, 8), [Shard(0)]),
-    (2, (2,), (4, 6, 8), [Shard(1)]),
-    (3, (3,), (4, 6, 8), [Shard(0)]),
-    (4, (2, 2), (4, 6, 8), [Shard(0), Shard(1)]),
-    (4, (2, 2), (5, 6, 8), [Shard(0), Shard(0)]),
-    (4, (2, 2), (3, 6, 8), [Shard(0), Shard(2)]),
-    (4, (2, 2), (3, 6, 8), [Replicate(), Shard(0)]),
-    (4, (2, 2), (6, 6, 8), [Replicate(), Shard(1)]),
-]
+    assert_close(good, exact[0], "good", limit)
+    assert_close(missing, exact[3], "missing on a rank", limit)
 
 
 @pytest.mark.parametrize(
     ("world", "dims", "shape", "placements", "dtype"),
     [
-        pytest.param(*case, HALF[i % 2], marks=[] if i in (0, 4, 7) else pytest.mark.slow)
-        for i, case in enumerate(STACKS)
+        # Each matrix is whole on one rank, and the other knows nothing of it.
+        (2, (2,), (5, 6, 8), [Shard(0)], torch.float16),
+        (4, (2, 2), (4, 6, 8), [Shard(0), Shard(1)], torch.float16),
+        (4, (2, 2), (3, 6, 8), [Replicate(), Shard(0)], torch.bfloat16),
+        *slowly(
+            (2, (2,), (1, 6, 8), [Shard(0)], torch.bfloat16),
+            (4, (2, 2), (5, 6, 8), [Shard(0), Shard(0)], torch.bfloat16),
+            (4, (2, 2), (3, 6, 8), [Shard(0), Shard(2)], torch.float16),
+        ),
     ],
 )
 @on_ranks()
@@ -141,31 +156,23 @@ def test_matrices_of_stacks_keep_norms_of_their_own(
 ) -> None:
     """Of some a million times others'."""
     mesh = init_device_mesh("cpu", dims)
-    change: dict[bool, list[Tensor]] = {}
-    for half in (False, True):
-        params = [
-            parameter(noise(1, *shape), mesh, placements),
-            parameter(noise(2, 6, 8), mesh, [Shard(0)] * len(dims)),
-            parameter(noise(3, *shape), mesh, placements),
-        ]
-        config = dmuon.create_dtensor_config(costs="flops")
-        options: dict[str, Any] = {"ns_dtype": dtype} if half else {}
-        groups = [{"params": params, "use_muon": True}]
-        optimizer = dmuon.Muon(groups, lr=0.1, weight_decay=0.0, distributed_config=config, **options)
-        before = [whole(p).clone() for p in params]
-        for _ in range(2):
-            for i, param in enumerate(params):
-                scales = torch.logspace(-3, 3, shape[0]).reshape(-1, 1, 1) if i != 1 else 1.0
-                give(param, noise(10 + i, *param.shape) * scales)
-            optimizer.step()
-        change[half] = [whole(p) - b for p, b in zip(params, before, strict=True)]
-    assert_like_exact(change, 0.02 if dtype == torch.float16 else 0.15)
+
+    def lay_out() -> list[nn.Parameter]:
+        matrix = parameter(noise(2, 6, 8), mesh, [Shard(0)] * len(dims))
+        return [parameter(noise(1, *shape), mesh, placements), matrix, parameter(noise(3, *shape), mesh, placements)]
+
+    def give_all(_step: int, params: list[nn.Parameter]) -> None:
+        for i, param in enumerate(params):
+            scales = torch.logspace(-3, 3, shape[0]).reshape(-1, 1, 1) if i != 1 else 1.0
+            give(param, noise(10 + i, *param.shape) * scales)
+
+    assert_like_exact(*changes(lay_out, give_all, [dtype]), 0.02 if dtype == torch.float16 else 0.15)
 
 
 PLACES = ("all", "experts", "data", "cut experts", "tensor", "all", "data", "cut experts")
 
 
-def _placed(index: int, where: str, mesh: DeviceMesh) -> Tensor:
+def _placed(index: int, where: str, mesh: DeviceMesh) -> nn.Parameter:
     shape, of_mesh, placements = {
         "all": ((8, 12), mesh, [Shard(0), Shard(0)]),
         "tensor": ((8, 16), mesh, [Shard(0), Shard(1)]),
@@ -181,7 +188,6 @@ def _placed(index: int, where: str, mesh: DeviceMesh) -> Tensor:
     [
         (1, {2: 3, 4: 0}, (torch.float16, None, torch.bfloat16)),
         pytest.param(0, {0: 1}, (torch.float16,), marks=pytest.mark.slow),
-        pytest.param(4, {}, (torch.float16, None, torch.bfloat16), marks=pytest.mark.slow),
     ],
 )
 @on_ranks(4)
@@ -190,21 +196,14 @@ def test_ranks_of_several_domains_add_up_norms_in_one_order(
 ) -> None:
     """``missing``: of a parameter a rank that has no gradient."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
-    change: dict[bool, list[Tensor]] = {}
-    for half in (False, True):
-        params = [_placed(i, where, mesh) for i, where in enumerate(PLACES)]
-        groups: list[dict[str, Any]] = [
-            {"params": params[i :: len(dtypes)], "use_muon": True, **({"ns_dtype": dtype} if half else {})}
-            for i, dtype in enumerate(dtypes)
-        ]
-        config = dmuon.create_dtensor_config(costs="flops", prefetch_count=prefetch)
-        optimizer = dmuon.Muon(groups, lr=0.1, weight_decay=0.0, distributed_config=config)
-        before = [whole(p).clone() for p in params]
-        for step in range(2):
-            for i, param in enumerate(params):
-                give(param, noise(10 + i + 100 * step, *param.shape))
-                if missing.get(i) == rank:
-                    param.grad = None
-            optimizer.step()
-        change[half] = [whole(p) - b for p, b in zip(params, before, strict=True)]
-    assert_like_exact(change, 0.15)
+
+    def give_all(step: int, params: list[nn.Parameter]) -> None:
+        for i, param in enumerate(params):
+            give(param, noise(10 + i + 100 * step, *param.shape))
+            if missing.get(i) == rank:
+                param.grad = None
+
+    def lay_out() -> list[nn.Parameter]:
+        return [_placed(i, where, mesh) for i, where in enumerate(PLACES)]
+
+    assert_like_exact(*changes(lay_out, give_all, dtypes, prefetch=prefetch), 0.15)

@@ -154,9 +154,8 @@ def ahead_of(made: list[tuple[str, int, int]]) -> int:
 
 
 @pytest.mark.pitfall("P25", "P26")
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ROWS)
-@on_ranks()
+@on_ranks(3)
 def test_functions_of_every_form_equal_one_process(rank: int, world: int, name: str) -> None:
     """To the same bits in all modes, with the same calls on all ranks, of which ``prefetch_count`` bounds some."""
     shapes: list[tuple[int, ...]] = [(6, 4), (12, 5), (6, 4), (6, 9), (18, 3)]
@@ -319,8 +318,9 @@ FAULTS: dict[str, tuple[Functions, type[Exception], str]] = {
 
 
 @pytest.mark.pitfall("P49")
-@pytest.mark.parametrize(("together", "prefetch"), [(True, 1), (False, 0)])
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    ("name", "together", "prefetch"), [(name, i % 2 == 0, (i + 1) % 2) for i, name in enumerate(FAULTS)]
+)
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2, timeout=20)
 def test_a_fault_of_a_function_ends_all_ranks(rank: int, world: int, name: str, together: bool, prefetch: int) -> None:

@@ -159,24 +159,6 @@ RUNS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
             "timestep": torch.rand(B),
         },
     ),
-    "UNet2DConditionModel": (
-        {"sample_size": 8, "block_out_channels": (16, 32), "layers_per_block": 1, "cross_attention_dim": 16}
-        | {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "attention_head_dim": 8}
-        | {"up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "norm_num_groups": 4}
-        | {"resnet_time_scale_shift": "scale_shift"},
-        lambda: {
-            "sample": T(B, 4, 8, 8), "timestep": torch.tensor([3, 4]), "encoder_hidden_states": T(B, L, 16),
-        },
-    ),
-    "Lumina2Transformer2DModel": (
-        {"sample_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 24, "num_layers": 1, "multiple_of": 2}
-        | {"num_refiner_layers": 1, "num_attention_heads": 3, "num_kv_heads": 1, "axes_dim_rope": (4, 2, 2)}
-        | {"axes_lens": (64, 64, 64), "cap_feat_dim": E},
-        lambda: {
-            "hidden_states": T(B, 4, 8, 8), "encoder_hidden_states": T(B, L, E), "timestep": torch.rand(B),
-            "encoder_attention_mask": torch.ones(B, L, dtype=torch.bool),
-        },
-    ),
     "QwenImageTransformer2DModel": (
         _DIT
         | {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 1, "joint_attention_dim": E}
@@ -193,12 +175,8 @@ RUNS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
             "hidden_states": T(B, 4, 8, 8), "encoder_hidden_states": T(B, L, E), "timestep": torch.rand(B),
         },
     ),
-    "AutoencoderKLWan": (
-        {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [False]},
-        lambda: {"sample": T(1, 3, 1, 16, 16)},
-    ),
 }  # fmt: skip
-FUSED_LATER = ("FluxTransformer2DModel", "SD3Transformer2DModel", "UNet2DConditionModel")
+FUSED_LATER = ("FluxTransformer2DModel", "SD3Transformer2DModel")
 
 
 @pytest.mark.parametrize("name", [*RUNS, *(f"{name}#fused" for name in FUSED_LATER)])

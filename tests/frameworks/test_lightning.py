@@ -115,13 +115,7 @@ def weights_of(task: Any) -> dict[str, Tensor]:
 @pytest.mark.pitfall("P74", "P76")
 @pytest.mark.parametrize(
     ("kind", "full"),
-    [
-        ("ddp", True),
-        ("fsdp2", False),
-        ("dedicated", False),
-        ("dedicated", True),
-        ("dedicated alone", False),
-    ],
+    [("ddp", True), ("fsdp2", False), ("dedicated", True), ("dedicated alone", False)],
 )
 @on_ranks(2, timeout=120.0)
 def test_training_equals_one_process_and_resumes_exactly(

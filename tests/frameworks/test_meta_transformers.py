@@ -52,7 +52,13 @@ def loss(model: nn.Module) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.pitfall("P78", "P79")
 @on_ranks(2)
-def test_its_own_function_gives_it_the_values_of_one_process(rank: int, world: int) -> None:
+def test_its_own_function_initializes_it_and_safetensors_files_go_to_owners(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    if rank == 0:
+        alone(5).save_pretrained(tmp_path, max_shard_size="4KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    dist.barrier()
     expected = alone(3)
     model = on_meta()
     torch.manual_seed(3 + rank)
@@ -60,18 +66,6 @@ def test_its_own_function_gives_it_the_values_of_one_process(rank: int, world: i
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert_same_tensors(full_state(model), dict(expected.state_dict()))
     assert torch.equal(loss(model), loss(expected)), "buffers that no state dict has, too"
-
-
-@pytest.mark.slow
-@pytest.mark.pitfall("P78", "P79")
-@on_ranks(2)
-def test_safetensors_files_go_to_owners(rank: int, world: int, tmp_path: Path) -> None:
-    if rank == 0:
-        alone(5).save_pretrained(tmp_path, max_shard_size="4KB")
-        assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    dist.barrier()
-    model = on_meta()
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops", initialize=model._init_weights)
     state = get_model_state_dict(model)
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path)))
     set_model_state_dict(model, state)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.assertions import assert_equal_weights, assert_same_tensors
-from harness.hugging_face import OPTIONS, build, launched, samples, shared_folder, trainer_of, weights_of
+from harness.assertions import assert_equal_weights
+from harness.hugging_face import OPTIONS, build, launched, samples, shared_folder, weights_of
 from harness.on_ranks import on_ranks, over_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,31 +98,3 @@ def test_adapters_of_a_dedicated_model_train_save_and_merge(rank: int, world: in
         dist.barrier()
         saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
         assert_equal_weights(dict(saved.state_dict()), merged)
-
-
-@on_ranks(2, timeout=180.0)
-def test_trainer_saves_and_resumes_adapters_of_a_dedicated_model(rank: int, world: int) -> None:
-    from dmuon.integrations.transformers import DedicatedTrainer
-
-    def run(folder: Path) -> Any:
-        model = adapted()
-        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
-        return trainer_of(model, folder, 4, DedicatedTrainer, save_strategy="steps", save_steps=2)
-
-    with shared_folder() as folder:
-        with launched(rank, 1):
-            alone = trainer_of(adapted(), folder / "alone" / str(rank), 4)
-            alone.train()
-            expected = weights_of(alone.model)
-        with launched(rank, world):
-            trainer = run(folder / "together")
-            trainer.train()
-            weights = weights_of(trainer.model)
-            assert_equal_weights(weights, expected)
-        with launched(rank, world):
-            resumed = run(folder / "together")
-            resumed.train(resume_from_checkpoint=str(folder / "together" / "checkpoint-2"))
-            assert_same_tensors(weights_of(resumed.model), weights)
-        assert_equal_weights(
-            loaded(folder / "together" / "checkpoint-4"), dict(alone.model.merge_and_unload().state_dict())
-        )

@@ -291,8 +291,10 @@ def test_a_gradient_that_one_rank_drops_in_a_dedicated_model_is_told(rank: int, 
 # -- groups, siblings --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["ddp", "dedicated"])
-@pytest.mark.parametrize("change", ["left out", "in another order", "in another group"])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [("ddp", "left out"), ("ddp", "in another order"), ("dedicated", "in another group"), ("dedicated", "left out")],
+)
 @on_ranks(2)
 def test_ranks_whose_groups_hold_other_parameters_all_raise(rank: int, world: int, kind: str, change: str) -> None:
     model = build()

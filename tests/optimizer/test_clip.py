@@ -168,7 +168,7 @@ def clip_nonfinite(params: dict[str, Tensor]) -> None:
     wholes, clean = all_whole(params), Snapshot(params.values())
     owned = any(isinstance(param, OwnedTensor) for param in params.values())
     clips = [dmuon.clip_grad_norm_, *([torch_clip] if owned else [])]
-    for name, holder, bad in itertools.product(names, (0, world - 1), (math.nan, -math.inf)):
+    for name, (holder, bad) in itertools.product(names, ((0, math.nan), (world - 1, -math.inf))):
         poison(params[name].grad, holder, bad)  # type: ignore[arg-type]
         poisoned, snapshot = wholes | {name: whole(params[name].grad)}, Snapshot(params.values())  # type: ignore[arg-type]
         for order, clip in itertools.product((2.0, math.inf, -math.inf, -1.0, 0.0), clips):

@@ -15,7 +15,7 @@ from harness import checkpoints
 from harness.assertions import assert_close, assert_equal_weights, assert_same_tensors
 from harness.dtensors import give, noise, placements_of, whole
 from harness.hand_laid import SPLITS, Weights
-from harness.network import is_matrix, loss_of, shard_blocks
+from harness.network import is_matrix, loss_of
 from harness.on_ranks import assert_same_over_ranks, on_ranks, slowly
 from harness.paper import Paper
 from harness.pool import RankPool
@@ -74,7 +74,7 @@ FAMILY: dict[str, dict[str, Any]] = {
 }
 ANY = [(1, "muon", "owner"), *((2, member, "owner") for member in FAMILY if member != "normuon")]
 ANY += [(2, "muon", strategy) for strategy in ("replicated", "full_replication", "sharded", "functions")]
-LATER = [(2, "normuon", "owner"), (3, "muon", "owner"), (4, "muon", "owner")]
+LATER = [(2, "normuon", "owner"), (4, "muon", "owner")]
 
 
 @pytest.mark.parametrize(("world", "member", "strategy"), [*ANY, *slowly(*LATER)])
@@ -118,16 +118,23 @@ def in_one_process(steps: int) -> dict[str, Tensor]:
 
 
 PLACES = ("single", "fsdp2-2", "ddp", "tp-alone", "cp-mesh", "1d", "tp")
-SLOW = ("fsdp2-3", "fsdp2-hsdp", "fsdp2-tp", "hsdp", "tp-fsdp")
 
 
-@pytest.mark.parametrize("layout", [*PLACES, *slowly(*SLOW)])
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        *product(PLACES, ["owner"]),
+        ("fsdp2-2", "fused"),
+        *slowly(*product(("fsdp2-hsdp", "fsdp2-tp", "tp-fsdp"), ["owner"])),
+    ],
+)
 @on_ranks("layout")
-def test_masters_of_models_as_users_lay_them_out(rank: int, world: int, layout: str) -> None:
+def test_masters_of_models_as_users_lay_them_out(rank: int, world: int, layout: str, strategy: str) -> None:
     """Of a dedicated model the matrices have none in the state, and no gradients here."""
     model = build().to(HALF)
     laid = None if layout == "single" else lay(layout, model)
-    optimizer = dmuon.Muon(model, **OPTIONS, **MASTERS) if laid is None else laid.optimizer(**MASTERS)
+    given = {**MASTERS, "strategy": strategy}
+    optimizer = dmuon.Muon(model, **OPTIONS, **given) if laid is None else laid.optimizer(**given)
     named = dict(model.named_parameters())
     owned = dmuon.owned_parameters(model) if layout in LAYOUTS and LAYOUTS[layout].dedicated else set()
     for step in range(STEPS):
@@ -135,6 +142,7 @@ def test_masters_of_models_as_users_lay_them_out(rank: int, world: int, layout: 
             if named[name] not in owned:
                 give(named[name], grad)
         optimizer.step()
+    optimizer.flush()
     expected, found = in_one_process(STEPS), {}
     for name, param in named.items():
         assert ("master_weight" in optimizer.state[param]) == (param not in owned)
@@ -156,7 +164,6 @@ def test_masters_of_models_as_users_lay_them_out(rank: int, world: int, layout: 
     [
         ("experts alone, bf16", "rows on 2, bf16"),
         ("experts on 3, bf16", "copies on 2, bf16"),
-        ("rows on 2, bf16", "experts alone, bf16"),
         ("rows on 2, bf16", "experts on 3, bf16"),
     ],
 )
@@ -180,7 +187,7 @@ def goes_on(rank: int, world: int, path: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "options"),  # what dmuon owns has masters
-    [*product(("single", "fsdp2-2"), (MASTERS, ROUNDED)), ("ddp", ROUNDED), ("1d", MASTERS)],
+    [("single", ROUNDED), *product(["fsdp2-2"], (MASTERS, ROUNDED)), ("ddp", ROUNDED), ("1d", MASTERS)],
 )
 @on_ranks("layout")
 def test_a_restart_goes_on_with_the_same_bits(
@@ -257,16 +264,7 @@ def test_masters_follow_a_model_that_changes_its_route_or_dtype() -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def test_masters_that_mean_nothing_are_refused() -> None:
-    for options in (MASTERS, ROUNDED):
-        with pytest.raises(ValueError, match=r"=True, and no parameter is .*'blocks.0.* out$"):
-            dmuon.Muon(build(), **options)
-    with pytest.raises(ValueError, match=r"would let their norm grow\. Keep .* or let .* master_weights=True"):
-        dmuon.Muon(build().to(HALF), weight_decay_mode="hyperball", **ROUNDED)
-    with pytest.raises(ValueError, match="is for weights without masters: leave it or master_weights out"):
-        dmuon.Muon(build().to(HALF), **MASTERS, **ROUNDED)
-    with pytest.raises(ValueError, match=r"bf16_stochastic_round for parameter '.*, which is torch.float16: leave"):
-        dmuon.Muon(build().half(), **ROUNDED)
+def test_an_edit_of_masters_of_which_there_is_state_is_refused() -> None:
     model = build().to(HALF)
     model.norm.float()  # which is its own master
     optimizer = dmuon.Muon(model, **MASTERS)
@@ -299,21 +297,6 @@ def test_stochastic_rounding_of_what_has_masters_is_refused(rank: int, world: in
     loss_of(model, *batch(0)).backward()
     optimizer.step()
     assert_same_over_ranks({name: p.detach() for name, p in model.named_parameters() if p.dtype == HALF})
-
-
-@on_ranks(2)
-def test_fused_updates_change_masters_with_the_weights(rank: int, world: int) -> None:
-    model = build().to(HALF)
-    shard_blocks(model, init_device_mesh("cpu", (world,)))
-    optimizer = dmuon.Muon(model, strategy="fused", **OPTIONS, **MASTERS)
-    for step in range(STEPS):
-        for name, grad in gradients(model.named_parameters(), step).items():
-            give(dict(model.named_parameters())[name], grad)
-        optimizer.step()
-    optimizer.flush()
-    expected = in_one_process(STEPS)
-    masters = {name: whole(optimizer.state[p]["master_weight"]) for name, p in model.named_parameters()}
-    assert_equal_weights(masters, {name: expected[name].float() for name in masters}, 1e-5)
 
 
 def test_qk_clip_scales_masters() -> None:
@@ -406,7 +389,7 @@ def test_what_is_no_number_stays_so() -> None:
     assert torch.equal(param.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("layout", [*PLACES[1:5], *slowly(*SLOW[:3])])
+@pytest.mark.parametrize("layout", [*PLACES[1:5], *slowly("fsdp2-tp")])
 @on_ranks("layout")
 def test_rounding_is_the_same_on_every_topology(rank: int, world: int, layout: str) -> None:
     """AdamW's part to the bit. Updates of matrices may differ by how many are multiplied at once."""

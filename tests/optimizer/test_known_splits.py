@@ -161,12 +161,6 @@ def test_a_tensor_without_a_module_is_one_matrix_and_a_kernel_of_groups_stays_on
         dmuon.Muon([bare(2, 3, 4)])
 
 
-@pytest.mark.parametrize("option", ["select", "exclude"])
-def test_select_and_exclude_need_the_model(option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option} needs the model: call Muon\\(model, {option}=…\\)"):
-        dmuon.Muon([bare(4, 4)], **{option: lambda *_: True})
-
-
 def test_exclude_goes_with_model_and_groups() -> None:
     model = node(h=stack(layer))
     for groups in (dmuon.Muon(model, exclude=["*.moe"]).param_groups, dmuon.param_groups(model, exclude=["*.moe"])):

@@ -21,7 +21,6 @@ from harness.heard import heard
 from harness.network import Network, full_state, is_matrix, loss_of, shard_blocks, tensor_parallel
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
-from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
@@ -46,15 +45,18 @@ def by_tp(model: Network, mesh: DeviceMesh | None = None) -> Network:
 
 
 # By what a model is wrapped, and steps that the optimizer takes before; None: it is built later, of the inner model.
-WRAPS: list[tuple[Callable[[Network], nn.Module], int | None]] = [
-    *((DistributedDataParallel, before) for before in (None, 0, 2)),
-    (replicate, 2),
+# And whether the optimizer is given groups.
+WRAPS: list[tuple[Callable[[Network], nn.Module], int | None, bool]] = [
+    (DistributedDataParallel, None, False),
+    (DistributedDataParallel, 0, True),
+    (DistributedDataParallel, 2, False),
+    (DistributedDataParallel, 2, True),
+    (replicate, 2, False),
 ]
 
 
 @pytest.mark.pitfall("P76", "P88")
-@pytest.mark.parametrize(("wrap", "before"), WRAPS)
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("wrap", "before", "grouped"), WRAPS)
 @on_ranks(2)
 def test_a_model_that_is_wrapped_at_any_time_trains_on_and_each_matrix_has_one_owner(
     rank: int, world: int, wrap: Callable[[Network], nn.Module], before: int | None, grouped: bool
@@ -118,8 +120,7 @@ def test_parameters_that_were_replaced_are_named(stale: bool) -> None:
 
 
 @pytest.mark.pitfall("P88")
-@pytest.mark.parametrize("cut", [by_fsdp, by_tp], ids=lambda cut: cut.__name__)
-@pytest.mark.parametrize("some", ["", "blocks.1."])
+@pytest.mark.parametrize(("cut", "some"), [(by_fsdp, ""), (by_fsdp, "blocks.1."), (by_tp, "")])
 @on_ranks(2)
 def test_shards_that_were_replaced_are_named(
     rank: int, world: int, cut: Callable[[Network], nn.Module], some: str
@@ -272,24 +273,6 @@ def test_uneven_inputs_are_refused_at_the_first_step(rank: int, world: int) -> N
     with program.join(enable=False):
         train(program, optimizers[0], range(3), rank, world)
     assert_equal_weights(full_state(model), reference_weights(3))
-
-
-# -- sparse state --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("P89")
-@pytest.mark.parametrize("layout", ["1d", "fsdp2-2", "ddp"])
-@on_ranks("layout", timeout=20)
-def test_sparse_state_on_one_rank_is_refused_on_all(rank: int, world: int, layout: str) -> None:
-    optimizer = dmuon.Muon(lay(layout, build()).model, **OPTIONS)
-    for group, name, told in ((0, "momentum_buffer", "momentum"), (2, "exp_avg", "exp_avg")):
-        saved = optimizer.state_dict()
-        key = saved["param_groups"][group]["params"][0]
-        if rank == 1:
-            value = torch.zeros(saved["state"][key][name].shape).to_sparse()
-            saved["state"] = {**saved["state"], key: {**saved["state"][key], name: value}}
-        with pytest.raises(ValueError, match=rf"{told}.* is torch.sparse_coo, not a dense"):
-            optimizer.load_state_dict(saved)
 
 
 # -- groups that come and go ---------------------------------------------------------------------------------------

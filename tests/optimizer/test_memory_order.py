@@ -225,13 +225,6 @@ def test_moments_that_somebody_put_there_are_cut_or_refused(rank: int, world: in
         assert_same_tensors(full_state(model), before)
 
 
-def test_an_expanded_weight_is_refused() -> None:
-    weight = nn.Parameter(torch.zeros(1, 8).expand(8, 8))
-    for use_muon in (True, False):
-        with pytest.raises(ValueError, match=r"shape \(8, 8\) is expanded.*clone\(\)"):
-            dmuon.Muon([{"params": [weight], "use_muon": use_muon}])
-
-
 # -- complex -------------------------------------------------------------------------------------------------------
 
 

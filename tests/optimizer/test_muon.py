@@ -134,6 +134,28 @@ def test_bare_tensors_are_routed_by_dimensions_and_said_once(caplog: pytest.LogC
     assert not caplog.records, "nothing to say about matrices only"
 
 
+WIDER = ("master_weights", "bf16_stochastic_round")  # what weights in half precision may have
+BY_NAME = ("select", "exclude")
+SPHERE = {"weight_decay_mode": "hyperball"}
+FITS_NONE = r"fits no .*, such as '\w+"
+
+
+def half() -> nn.Module:
+    return build().bfloat16()
+
+
+def named() -> list[tuple[str, nn.Parameter]]:
+    return [*build().named_parameters()]
+
+
+def groups() -> list[dict[str, Any]]:
+    return dmuon.param_groups(build())
+
+
+def expanded(use_muon: bool) -> list[dict[str, Any]]:
+    return [{"params": [nn.Parameter(torch.zeros(1, 8).expand(8, 8))], "use_muon": bool(use_muon)}]
+
+
 @pytest.mark.pitfall("P10")
 @pytest.mark.parametrize(
     ("params", "options", "error", "message"),
@@ -161,6 +183,26 @@ def test_bare_tensors_are_routed_by_dimensions_and_said_once(caplog: pytest.LogC
         (build, {"momentum_device": "cuda"}, ValueError, r"momentum_device must be 'cpu' or None .*, got 'cuda'"),
         (build, {"orthogonalize": "svd"}, TypeError, "orthogonalize must be a function or None, got 'svd'"),
         (build, {"master_weights": "fp32"}, TypeError, "master_weights must be True, False or 'cpu', got 'fp32'"),
+        *((build, {name: True}, ValueError, r"=True, and no parameter is .*'blocks.0.* out$") for name in WIDER),
+        (half, {WIDER[1]: True, **SPHERE}, ValueError, r"would let their norm grow\. Keep .* master_weights=True"),
+        (half, dict.fromkeys(WIDER, True), ValueError, "for weights without masters: leave it or master_weights out"),
+        (lambda: build().half(), {WIDER[1]: True}, ValueError, "for parameter '.*, which is torch.float16: leave"),
+        (half, SPHERE, ValueError, r"torch\.bfloat16: rounding would let their norm grow\. Keep"),
+        *((matrices, {name: list}, ValueError, rf"{name} needs the model: call Muon\(model") for name in BY_NAME),
+        *((lambda use=use: expanded(use), {}, ValueError, r"shape \(8, 8\) is expanded.*clone\(\)") for use in (0, 1)),
+        (build, {"lr_multipliers": {"blocks.*": 2.0, "blocks.0.*": 3.0}}, ValueError, "'blocks.0.[*]' is the first to"),
+        (build, {"lr_multipliers": {"*": -1.0}}, ValueError, "lr_multiplier must be finite and >= 0"),
+        (build, {"lr_multipliers": 2.0}, TypeError, "lr_multipliers must map patterns of names to factors, got float"),
+        (groups, {"lr_multipliers": {"*": 2.0}}, ValueError, "write lr_multiplier=… into your groups"),
+        (lambda: [*build().parameters()], {"lr_multipliers": {"*.up.*": 2.0}}, ValueError, "fit no parameter's name"),
+        (matrices, {"strategy": "shared"}, ValueError, "'shared' is unknown; use one of owner, .*, fused, auto"),
+        (matrices, {"strategy": {"*": "owners"}}, ValueError, "strategy='owners' is unknown"),
+        *((matrices, {"strategy": f"sharded:{n}"}, ValueError, "use .*'sharded:2'") for n in (1, -2, "two")),
+        (matrices, {"strategy": None}, TypeError, "strategy must be a name, or a mapping of patterns"),
+        (matrices, {"strategy": {0: "owner"}}, TypeError, "strategy must be a name, or a mapping of patterns"),
+        (build, {"strategy": {"*.up.*": "owner", "block.0.*": "owner"}}, ValueError, rf"'block\.0\.[*]' {FITS_NONE}"),
+        (named, {"strategy": {"*.upp.*": "owner"}}, ValueError, rf"'[*]\.upp\.[*]' {FITS_NONE}"),
+        (groups, {"strategy": {"*.up.*": "owner"}}, ValueError, rf"'[*]\.up\.[*]' {FITS_NONE}"),
     ],
 )
 def test_unusable_options_and_parameters_are_refused(

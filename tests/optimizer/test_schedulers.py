@@ -44,7 +44,6 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 TENSORS = ("LambdaLR", "CosineAnnealingLR", "OneCycleLR", "SWALR")
-SHARED = ("ReduceLROnPlateau",)  # reduces a tensor that groups share once for each, also in torch's own optimizers
 
 
 def advance(scheduler: Any) -> None:
@@ -65,7 +64,6 @@ def cycled(optimizer: Optimizer) -> list[tuple[float, float]]:
     [
         *((name, False) for name in SCHEDULES),
         *((name, True) for name in TENSORS),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in SCHEDULES if name not in (*TENSORS, *SHARED)),
     ],
 )
 def test_each_scheduler_drives_both_routes_as_it_drives_torchs(schedule: str, tensor: bool) -> None:

@@ -141,8 +141,7 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable
 # Residencies and layouts take turns; each is left and reached by another.
 ROUND = [
     *(SINGLE, "fsdp2-3", "1d", "fsdp2-tp", "hsdp, keep", "ddp", "tp", "fsdp2-hsdp", "1d-3-two-lines", "fsdp2-2"),
-    *("tp-fsdp", "tp-alone", "ddp-2", "1d-1", "cp", "hsdp-two-lines", "ddp-4", "tp-ddp", "tp-two-lines", "1d-4"),
-    "1d-two-lines, keep",
+    *("tp-fsdp", "tp-alone", "ddp-2", "cp", "hsdp-two-lines", "tp-two-lines", "1d-two-lines, keep"),
 ]
 QUICK = [
     (SINGLE, "1d"),
@@ -160,16 +159,10 @@ QUICK = [
 SLOW = [
     *pairwise([*ROUND, ROUND[0]]),
     ("hsdp, keep", "hsdp, keep"),
-    ("hsdp, keep", "1d"),
-    ("experts alone", "experts on 3"),
     ("copies on 2", "experts on 3, functions"),
     ("experts on 3, functions", "experts alone"),
-    ("fsdp2-2, bf16", "fsdp2-2, bf16"),
     ("fsdp2-3, bf16", "1d, bf16"),
-    ("fsdp2-hsdp, bf16", "tp-alone, bf16"),
     ("tp-alone, bf16", "single, bf16"),
-    ("rows on 2", "rows on 2, functions"),
-    ("hsdp, both", "1d, both"),
 ]
 
 
@@ -225,7 +218,7 @@ def layouts(quick: list[str], slow: list[str]) -> Any:
 
 
 @pytest.mark.pitfall("P27", "P33")
-@layouts(["1d", "tp", "fsdp2-3"], [SINGLE, "ddp", "hsdp, keep", "tp-fsdp", "fsdp2-tp", "fsdp2-hsdp"])
+@layouts(["1d", "tp", "fsdp2-3"], [SINGLE, "ddp", "hsdp, keep", "tp-fsdp", "fsdp2-tp"])
 def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
     saved: Callable[[str], Saved], world: int, name: str
 ) -> None:
@@ -244,10 +237,7 @@ FROM_RANK_0_ALONE = ("tp-fsdp", "fsdp2-tp")
 
 
 @pytest.mark.pitfall("P28", "P33")
-@layouts(
-    ["1d", "fsdp2-3"],
-    [SINGLE, "hsdp, keep", "ddp-2", "tp-fsdp", "tp-two-lines", "cp", "fsdp2-tp", "fsdp2-hsdp", "tp-alone"],
-)
+@layouts(["1d", "fsdp2-3"], [SINGLE, "hsdp, keep", "tp-fsdp", "cp", "fsdp2-tp", "tp-alone"])
 @on_ranks()
 def test_full_state_dicts_load(rank: int, world: int, name: str) -> None:
     """From all ranks or from rank 0; they are given back, and training goes on."""
@@ -301,7 +291,7 @@ def test_momentum_lies_as_its_parameter(rank: int, world: int, name: str) -> Non
 
 
 @pytest.mark.pitfall("P29", "P30")
-@layouts(["1d"], ["hsdp", "fsdp2-2"])
+@layouts(["1d"], ["fsdp2-2"])
 @on_ranks()
 def test_async_save_holds_the_moment_of_the_call(rank: int, world: int, name: str, tmp_path: Path) -> None:
     run = start(name)
@@ -339,15 +329,7 @@ def resume_reordered(rank: int, _world: int, path: str, name: str, flat: bool) -
 
 
 @pytest.mark.pitfall("P31")
-@pytest.mark.parametrize(
-    ("source", "target", "flat"),
-    [
-        ("1d", "1d-3", True),
-        ("fsdp2-2", "fsdp2-3", False),
-        pytest.param("1d", "1d-3", False, marks=pytest.mark.slow),
-        pytest.param("fsdp2-2", "fsdp2-3", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("source", "target", "flat"), [("1d", "1d-3", True), ("fsdp2-2", "fsdp2-3", False)])
 def test_state_follows_names_when_groups_are_reordered(
     ranks: RankPool, tmp_path: Path, source: str, target: str, flat: bool
 ) -> None:

@@ -81,15 +81,7 @@ def counted(
         ("fsdp2-2", False, 3, 2**14),
         ("fsdp2-hsdp", True, 2, 2**14),
         ("tp-alone", True, 1, 2**14),
-        *slowly(
-            ("fsdp2-2", True, 1, 2**14),
-            ("fsdp2-4", True, 2, 2**16),
-            ("fsdp2-4", False, 0, 2**14),
-            ("fsdp2-hsdp", True, 1, 2**28),
-            ("tp-alone", True, 0, 2**28),
-            ("fsdp2-tp", True, 1, 2**16),
-            ("fsdp2-tp", False, 2, 2**28),
-        ),
+        *slowly(("fsdp2-4", False, 0, 2**14), ("fsdp2-hsdp", True, 1, 2**28), ("fsdp2-tp", True, 1, 2**16)),
     ],
 )
 @on_ranks("layout")
@@ -108,10 +100,11 @@ def test_exchanges_equal_the_formula(
         ("tp-alone", "sharded", None),
         ("fsdp2-3", "sharded:2", None),
         ("replicate-fsdp", "replicated", None),
-        pytest.param("fsdp2-hsdp", "replicated", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("fsdp2-hsdp", "sharded", None, marks=pytest.mark.slow),
-        pytest.param("fsdp2-tp", "sharded", torch.float16, marks=pytest.mark.slow),
-        pytest.param("fsdp2-hsdp", "sharded:3", None, marks=pytest.mark.slow),
+        *slowly(
+            ("fsdp2-hsdp", "replicated", torch.bfloat16),
+            ("fsdp2-tp", "sharded", torch.float16),
+            ("fsdp2-hsdp", "sharded:3", None),
+        ),
     ],
 )
 @on_ranks("layout")
@@ -144,11 +137,7 @@ def test_memory_in_flight_grows_with_prefetching_and_not_with_the_number_of_roun
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [
-        ("fsdp2-2", torch.float16),
-        pytest.param("fsdp2-hsdp", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("fsdp2-tp", torch.float16, marks=pytest.mark.slow),
-    ],
+    [("fsdp2-2", torch.float16), *slowly(("fsdp2-hsdp", torch.bfloat16), ("fsdp2-tp", torch.float16))],
 )
 @on_ranks("layout")
 def test_pieces_travel_as_newton_schulz_begins_and_updates_as_it_ends(

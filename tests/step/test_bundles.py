@@ -48,8 +48,7 @@ def train(mesh: DeviceMesh, most: int) -> tuple[dict[str, Tensor], Counter[str],
 
 
 @pytest.mark.pitfall("P79")
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-@on_ranks()
+@on_ranks(3)
 def test_bundles_change_no_bit_and_compute_less_often(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     bundled, few, members = train(mesh, 2**16)

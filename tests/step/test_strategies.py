@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -54,8 +56,10 @@ def optimizer_of(weights: Weights, prefetch: int = 1, **options: Any) -> dmuon.M
 
 
 @pytest.mark.pitfall("P19", "P48")
-@pytest.mark.parametrize("strategy", ("owner", *WAYS))
-@pytest.mark.parametrize(("world", "prefetch"), [(2, 0), (3, 2), *slowly((4, 1))])
+@pytest.mark.parametrize(
+    ("world", "prefetch", "strategy"),
+    [*((3, 2, way) for way in ("owner", *WAYS)), (2, 0, "sharded"), *slowly(*((4, 1, way) for way in WAYS))],
+)
 @on_ranks()
 def test_the_update_is_that_of_one_process(rank: int, world: int, prefetch: int, strategy: str) -> None:
     """Of three steps, in the second of which some matrices have no gradient, on any rank or on one."""
@@ -83,9 +87,8 @@ QUICK_CASES = [
     ("fsdp2-hsdp", "sharded:3"),
 ]
 SLOW_CASES = [
-    *(("fsdp2-tp", way) for way in WAYS),
-    *zip(("fsdp2-3", "fsdp2-hsdp", "replicate-fsdp", "cp-groups"), (*WAYS, "sharded"), strict=True),
-    *((name, "sharded:2") for name in ("fsdp2-4", "fsdp2-tp", "cp-groups", "ddp-of-3")),
+    *zip(("fsdp2-tp", "fsdp2-hsdp", "replicate-fsdp", "cp-groups"), (*WAYS, "sharded"), strict=True),
+    *((name, "sharded:2") for name in ("fsdp2-tp", "ddp-of-3")),
 ]
 
 
@@ -107,7 +110,7 @@ def test_a_model_on_a_layout_trains_as_in_one_process(rank: int, world: int, nam
 
 @pytest.mark.parametrize(
     ("world", "dims", "sizes", "prefetch"),
-    [(3, (3,), (2, 8), 1), *slowly((4, (2, 2), (2, 3), 0), (4, (4,), (2, 3), 2))],
+    [(3, (3,), (2, 8), 1), *slowly((4, (2, 2), (2, 3), 0))],
 )
 @on_ranks()
 def test_teams_of_some_ranks_are_as_one_process(
@@ -234,10 +237,9 @@ def test_the_scale_of_gradients_does_not_matter(rank: int, world: int, scale: fl
     ("first", "second"),
     [
         ("owner", "sharded"),
-        ("sharded", "replicated"),
+        ("sharded", "full_replication"),
+        ("full_replication", "replicated"),
         ("replicated", "owner"),
-        ("owner", "full_replication"),
-        ("full_replication", "owner"),
     ],
 )
 @on_ranks(2)
@@ -291,7 +293,7 @@ def test_ranks_that_keep_momentum_whole_follow_what_others_change(rank: int, wor
 # -- what dedicate_params leaves to all ranks --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["1d", "1d-two-lines", "ddp-2", *slowly("1d-3", "hsdp", "hsdp-two-lines", "tp-fsdp")])
+@pytest.mark.parametrize("name", ["1d", "1d-two-lines", "ddp-2", *slowly("hsdp", "tp-fsdp")])
 @on_ranks("name")
 def test_a_dedicated_model_leaves_matrices_to_all_ranks(rank: int, world: int, name: str) -> None:
     laid = lay(name, build(), strategy={"*.up.*": "sharded", "blocks.1.down.weight": "sharded"})
@@ -359,7 +361,7 @@ OWNERS_ONLY = ("tp", "1d-1")  # tensor parallelism cuts matrices, or there is on
     [
         *(("1d", way) for way in COSTS),
         *((name, "sharded") for name in OWNERS_ONLY),
-        *slowly(*((name, "sharded") for name in ("1d-3", "1d-two-lines", "hsdp", "ddp-2")), ("hsdp", "replicated")),
+        *slowly(("1d-two-lines", "sharded"), ("hsdp", "replicated"), ("ddp-2", "sharded")),
     ],
 )
 @on_ranks("name")
@@ -387,9 +389,7 @@ def test_dedication_leaves_to_others_what_takes_less_time_so(rank: int, world: i
         ("fsdp2-2", False, {}),
         ("fsdp2-2", True, {"second_moment": "row", "ns_dtype": torch.float16}),
         ("fsdp2-2", True, {"second_moment": "element", "weight_decay_mode": "hyperball", "ns_dtype": torch.float16}),
-        pytest.param("fsdp2-3", True, {}, marks=pytest.mark.slow),
-        pytest.param("fsdp2-hsdp", True, {"second_moment": "row"}, marks=pytest.mark.slow),
-        pytest.param("fsdp2-tp", False, {}, marks=pytest.mark.slow),
+        *slowly(("fsdp2-hsdp", True, {"second_moment": "row"}), ("fsdp2-tp", False, {})),
     ],
 )
 @on_ranks("name")
@@ -517,20 +517,34 @@ def costs_of(wide: int, small: int) -> CostTable:
     return CostTable({(64, 512): {1: wide}, (8, 8): {1: small}})
 
 
+@contextmanager
+def links(latency_ns: int) -> Iterator[None]:
+    """Of 32 GB/s."""
+    with (
+        mock.patch.object(strategies, "link_ns_per_byte", lambda _: 2.0**-5),
+        mock.patch.object(strategies, "link_latency_ns", lambda _: float(latency_ns)),
+    ):
+        yield
+
+
 @pytest.mark.parametrize(
-    ("shapes", "wide", "small", "latency", "expected"),
+    ("world", "shapes", "wide", "small", "latency", "expected"),
     [
-        (WIDE, 10**8, 10**5, 10**4, {"sharded": 1, "owner": 6}),  # one matrix outweighs all others
-        (WIDE[:1], 10**8, 10**5, 10**4, {"sharded": 1}),  # there is no other
-        (WIDE, 10**8, 10**5, 25 * 10**6, {"owner": 7}),  # its two sums and two exchanges take as long as it does
-        (WIDE, 10**8, 10**5, 10**9, {"replicated": 7}),  # and here nothing else matters
-        (WIDE, 10**5, 10**6, 10**4, {"owner": 7}),
-        (EVEN, 10**8, 10**5, 10**4, {"owner": 4}),  # owners have as many
-        (WIDE[1:], 10**8, 10**4, 10**7, {"replicated": 6}),  # an exchange takes longer than all of them
-        (WIDE[1:], 10**8, 10**7, 10**4, {"owner": 6}),
+        (2, WIDE, 10**8, 10**5, 10**4, {"sharded": 1, "owner": 6}),  # one matrix outweighs all others
+        (2, WIDE[:1], 10**8, 10**5, 10**4, {"sharded": 1}),  # there is no other
+        (2, WIDE, 10**8, 10**5, 25 * 10**6, {"owner": 7}),  # its two sums and two exchanges take as long as it does
+        (2, WIDE, 10**8, 10**5, 10**9, {"replicated": 7}),  # and here nothing else matters
+        (2, EVEN, 10**8, 10**5, 10**4, {"owner": 4}),  # owners have as many
+        (2, WIDE[1:], 10**8, 10**4, 10**7, {"replicated": 6}),  # an exchange takes longer than all of them
+        (2, WIDE[1:], 10**8, 10**7, 10**4, {"owner": 6}),
+        # As many ranks as are free.
+        (4, EVEN[:2], 10**8, 10**5, 10**4, {"sharded:2": 2}),  # rather than one after the other on all ranks
+        (4, [*EVEN[:2], *WIDE[1:5]], 10**8, 10**5, 10**4, {"sharded:2": 2, "owner": 4}),
+        (4, WIDE[:3], 10**8, 6 * 10**7, 10**4, {"sharded:2": 1, "owner": 2}),  # whose owners work meanwhile
+        (4, EVEN, 10**8, 10**5, 10**4, {"owner": 4}),
     ],
 )
-@on_ranks(2)
+@on_ranks()
 def test_auto_gives_a_matrix_what_is_predicted_to_be_shorter(
     rank: int, world: int, shapes: Any, wide: int, small: int, latency: int, expected: dict[str, int]
 ) -> None:
@@ -538,49 +552,16 @@ def test_auto_gives_a_matrix_what_is_predicted_to_be_shorter(
     weights = Weights()
     for i, shape in enumerate(shapes):
         weights.shard(i, shape, mesh, [Shard(0)])
-    config = create_dtensor_config(costs=costs_of(wide, small))
-    with (
-        mock.patch.object(strategies, "link_ns_per_byte", lambda _: 2.0**-5),
-        mock.patch.object(strategies, "link_latency_ns", lambda _: float(latency)),
-    ):
-        optimizer = weights.optimizer(config, strategy="auto")
+    with links(latency):
+        optimizer = weights.optimizer(create_dtensor_config(costs=costs_of(wide, small)), strategy="auto")
     assert Counter(one.strategy for one in optimizer.exchanged()) == expected
     report = "\n".join(optimizer.exchange_report())
-    assert report.count("strategy of") == sum(expected.values()) - expected.get("owner", 0)
-    chosen = min(expected, key=lambda way: (way == "owner", way))
-    assert f"predicted of all matrices, and chosen: {chosen} " in report
-    assert re.search("next best: (owner|sharded|replicated) [0-9.]+ ms", report)
-    assert "next best:" in dmuon.explain(nn.ParameterList(weights.params), optimizer)
-    weights.train(optimizer, 2)
-    weights.check(optimizer)
-
-
-TWO = [(64, 512)] * 2
-
-
-@pytest.mark.parametrize(
-    ("shapes", "small", "expected"),
-    [
-        (TWO, 10**5, {"sharded:2": 2}),  # rather than one after the other on all ranks
-        ([*TWO, *[(8, 8)] * 4], 10**5, {"sharded:2": 2, "owner": 4}),
-        (TWO[:1], 10**5, {"sharded": 1}),
-        ([TWO[0], *[(8, 8)] * 2], 6 * 10**7, {"sharded:2": 1, "owner": 2}),  # whose owners work meanwhile
-        (EVEN, 10**5, {"owner": 4}),
-    ],
-)
-@on_ranks(4)
-def test_auto_gives_a_matrix_as_many_ranks_as_are_free(
-    rank: int, world: int, shapes: Any, small: int, expected: dict[str, int]
-) -> None:
-    weights = Weights()
-    for i, shape in enumerate(shapes):
-        weights.shard(i, shape, init_device_mesh("cpu", (world,)), [Shard(0)])
-    with (
-        mock.patch.object(strategies, "link_ns_per_byte", lambda _: 2.0**-5),
-        mock.patch.object(strategies, "link_latency_ns", lambda _: 1e4),
-    ):
-        optimizer = weights.optimizer(create_dtensor_config(costs=costs_of(10**8, small)), strategy="auto")
-    assert Counter(one.strategy for one in optimizer.exchanged()) == expected
+    if world == 2:
+        assert report.count("strategy of") == sum(expected.values()) - expected.get("owner", 0)
+        chosen = min(expected, key=lambda way: (way == "owner", way))
+        assert f"predicted of all matrices, and chosen: {chosen} " in report
+        assert re.search("next best: (owner|sharded|replicated) [0-9.]+ ms", report)
+        assert "next best:" in dmuon.explain(nn.ParameterList(weights.params), optimizer)
     weights.train(optimizer, 2)
     weights.check(optimizer)
 
@@ -593,10 +574,7 @@ def test_what_auto_chose_stays_when_a_parameter_is_added(rank: int, world: int) 
     params = [weights.shard(i, (8, 8), mesh, [Shard(0)]) for i in range(6)]
     alone = nn.Parameter(torch.ones(4, 4))  # of this rank
     config = create_dtensor_config(costs=costs_of(10**8, 10**4))
-    with (
-        mock.patch.object(strategies, "link_ns_per_byte", lambda _: 2.0**-5),
-        mock.patch.object(strategies, "link_latency_ns", lambda _: 1e7),
-    ):
+    with links(10**7):
         optimizer = weights.optimizer(config, params, strategy="auto")
         weights.train(optimizer, 1)
         optimizer.add_param_group({"params": [alone], "use_muon": True})
@@ -619,47 +597,16 @@ def test_auto_on_a_model_with_stacks_is_as_one_process(rank: int, world: int) ->
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("strategy", "error", "message"),
-    [
-        ("shared", ValueError, "strategy='shared' is unknown; use one of owner, .*, fused, auto"),
-        ({"*": "owners"}, ValueError, "strategy='owners' is unknown"),
-        *(
-            (f"sharded:{n}", ValueError, f"strategy='sharded:{n}' is unknown; use .*'sharded:2'")
-            for n in (1, -2, "two")
-        ),
-        (None, TypeError, "strategy must be a name, or a mapping of patterns"),
-        ({0: "owner"}, TypeError, "strategy must be a name, or a mapping of patterns"),
-    ],
-)
-def test_unknown_strategies_are_refused(strategy: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message.replace("(", r"\(")):
-        dmuon.Muon([nn.Parameter(torch.zeros(2, 2))], strategy=strategy)
-
-
 def of_block(model: nn.Module, number: int) -> dict[str, Any]:
     """A group of its matrices, for each of which the first block has a strategy of its own."""
     params = [(name, p) for name, p in model.named_parameters() if is_matrix(name) and f"blocks.{number}." in name]
     return {"params": params, "use_muon": True, "strategy": {"blocks.0.*": "sharded"}}
 
 
-@pytest.mark.parametrize(
-    ("params", "strategy", "pattern"),
-    [
-        (lambda model: model, {"*.up.*": "sharded", "block.0.*": "replicated"}, "block.0.*"),
-        (lambda model: [*model.named_parameters()], {"*.upp.weight": "sharded"}, "*.upp.weight"),
-        (dmuon.param_groups, {"*.up.*": "sharded"}, "*.up.*"),
-        (lambda model: [of_block(model, 1)], "owner", "blocks.0.*"),
-    ],
-    ids=["model", "named", "nameless", "group"],
-)
-def test_patterns_that_fit_no_parameter_are_refused_by_name(params: Any, strategy: Any, pattern: str) -> None:
-    with pytest.raises(ValueError, match=rf"strategy: the pattern '{re.escape(pattern)}' fits no .*, such as '\w+"):
-        dmuon.Muon(params(build()), strategy=strategy)
-
-
 def test_patterns_may_fit_what_adamw_takes_or_another_group_has() -> None:
     model = build()
+    with pytest.raises(ValueError, match=r"strategy: the pattern 'blocks\.0\.\*' fits no .*, such as '\w+"):
+        dmuon.Muon([of_block(model, 1)])
     assert not dmuon.Muon(model, strategy={"embed.*": "sharded", "*": "owner"}).exchanged()
     optimizer = dmuon.Muon([of_block(model, 0), of_block(model, 1)])
     optimizer.add_param_group(of_block(model, 2))
@@ -705,5 +652,3 @@ def test_an_edited_strategy_is_refused_before_anything_has_changed(rank: int, wo
     with pytest.raises(ValueError, match="the strategy of a group was edited"):
         optimizer.step()
     assert all(map(torch.equal, before, map(local_tensor, weights.params)))
-    with pytest.raises(ValueError, match="'strategy' is unknown to a AdamW group"):
-        dmuon.Muon([{"params": [nn.Parameter(torch.zeros(2))], "use_muon": False, "strategy": "sharded"}])

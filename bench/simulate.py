@@ -21,7 +21,7 @@ from common.published import PRODUCTS
 from common.results import columns
 
 from dmuon.model.config import read_model
-from dmuon.tools.simulation.hardware import HARDWARE, Product, Topology, hardware, product_s
+from dmuon.tools.simulation.hardware import HARDWARE, Product, Topology, product_s
 from dmuon.tools.simulation.prediction import ERROR, Way, meshes, recommend
 from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
 
@@ -44,7 +44,7 @@ def products() -> Record:
     """Published products beside those of the wave model, in microseconds, with the ratio of the predicted time."""
     rows = []
     for case in PRODUCTS:
-        device = hardware(case.device).device
+        device = HARDWARE[case.device].device
         found = [
             (product_s(device, Product(case.m, case.k, case.m, halves=halves), 1) + device.launch_s) * 1e6
             for halves in (False, True)

@@ -13,7 +13,7 @@ from common.published import CASES, HOMES, Case, config_path
 from common.results import columns
 from dmuon.model.config import read_model
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
-from dmuon.tools.simulation.hardware import Hardware, Topology, hardware, wave_costs
+from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, wave_costs
 from dmuon.tools.simulation.step import Scenario, Workload, step_s
 
 _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
@@ -121,7 +121,7 @@ def homes() -> list[dict[str, Any]]:
         counts = Counter(
             (".experts." in m.name, (min(m.rows, m.cols), max(m.rows, m.cols))) for m in read_model(config_path(model))
         )
-        costs = wave_costs(hardware("gb300").device, {shape: 64 for _, shape in counts})
+        costs = wave_costs(HARDWARE["gb300"].device, {shape: 64 for _, shape in counts})
         ms = {
             way: sum(1e-6 * costs.cost(shape, -(-n // shares[expert])) for (expert, shape), n in counts.items())
             for way, shares in {"duplicated_ms": (1, 8), "owners_ms": (16, 16)}.items()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dmuon.tools.simulation.hardware import Hardware, hardware
+from dmuon.tools.simulation.hardware import HARDWARE, Hardware
 from dmuon.tools.simulation.step import Program
 
 _X_SQUARE = (
@@ -37,8 +37,8 @@ def config_path(model: str) -> Path:
     return next((path for path in found if path.exists()), Path(model))
 
 
-_A800 = hardware("a800")
-_GB300 = hardware("gb300")
+_A800 = HARDWARE["a800"]
+_GB300 = HARDWARE["gb300"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ CASES = (
         muon_share=51 / 1029, grid={"world": 64}, pp=4, once=True,
     ),
     Case(
-        "1.06B, 8 B200", "llama-1b", hardware("b200"), "exchanged", 0.058 / 0.942, _DION, over_s=0.942 * 0.452,
+        "1.06B, 8 B200", "llama-1b", HARDWARE["b200"], "exchanged", 0.058 / 0.942, _DION, over_s=0.942 * 0.452,
         grid={"world": 8}, fitted=False,
     ),
     Case(
-        "Qwen3-32B, 256 GPUs (as H100)", "qwen3-32b", hardware("h100"), "dedicated", 1 / 1.57 - 1, _CANZONA,
+        "Qwen3-32B, 256 GPUs (as H100)", "qwen3-32b", HARDWARE["h100"], "dedicated", 1 / 1.57 - 1, _CANZONA,
         over="gather", grid={"world": 256, "replicate": 32}, fitted=False,
     ),
 )  # fmt: skip

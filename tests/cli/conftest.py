@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+
+from dmuon.tools.simulation.hardware import HARDWARE
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,15 @@ def ended(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
         return Ended(status, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def preset(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``preset(device={"memory": 3e9}, inter=…)``: the default device with these figures in place of its own."""
+    shipped = HARDWARE["h200"]
+
+    def change(**parts: dict[str, float]) -> None:
+        changed = {part: replace(getattr(shipped, part), **figures) for part, figures in parts.items()}
+        monkeypatch.setitem(HARDWARE, "h200", replace(shipped, **changed))
+
+    return change

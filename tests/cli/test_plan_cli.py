@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +127,24 @@ def test_costs_of_a_cache_are_measured_and_need_a_device_for_a_prediction(
     assert done.status == 0 and "one step on 4 × H100" in done.out
 
 
-def test_overrides_change_the_prediction(plan: Callable[..., Any]) -> None:
-    @cache
+def test_figures_of_the_preset_change_the_prediction(plan: Callable[..., Any], preset: Callable[..., None]) -> None:
     def step(*args: object) -> float:
         done = plan("--world", 4, "--nodes", 2, *args)
         assert done.status == 0
         return float(done.row("dedicate_params").split()[4])
 
-    for slower in ("device_peak_flops=1e14", "inter_bandwidth=1e9", "inter_latency_s=1e-3", "device_launch_s=1e-3"):
-        assert step("--set", slower) > step(), slower
-    assert step("--set", "inter_bandwidth=1e12", "--set", "gpus_per_node=8") < step()
-    assert step("--tokens", 32768) > step()
+    shipped = step()
+    assert step("--tokens", 32768) > shipped
+    for part, figure, slow in (
+        ("device", "peak_flops", 1e14),
+        ("device", "launch_s", 1e-3),
+        ("inter", "bandwidth", 1e9),
+        ("inter", "latency_s", 1e-3),
+    ):
+        preset(**{part: {figure: slow}})
+        assert step() > shipped, (part, figure)
+    preset(inter={"bandwidth": 1e12})
+    assert step() < shipped
 
 
 @pytest.mark.parametrize(
@@ -166,7 +173,7 @@ def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
         (["--world", "2", "--byte-slack", "5"], "--byte-slack: was removed; leave it out"),
         (["--world", "2", "--recompute"], "--recompute: was removed; leave it out; it makes all steps longer alike"),
         (["--world", "2", "--efficiency", "0.8"], "--efficiency: was removed; write bench/simulate.py --table"),
-        (["--world", "2", "--set", "nvlink=3"], "nvlink"),
+        (["--world", "2", "--set", "intra_bandwidth=3"], "--set: was removed; write --device with the preset that is"),
         (["--world", "2", "--device", "h300"], "--device"),
         (["--world", "2", "--tokens", "1000", "--sequence", "4096"], "sequence"),
         (["--world", "2", "--method", "milp"], "--method: was removed; leave it out"),

@@ -19,7 +19,7 @@ from dmuon.planning.cost_lookup import cost_table
 from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
 from dmuon.solver import CostTable, Matrix, Rank, Shape, plan
 from dmuon.tools.cli import BadArgument, Parser, count, fitted, removed, require_target
-from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, describe, hardware, wave_costs
+from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, wave_costs
 from dmuon.tools.simulation.prediction import meshes, recommend
 from dmuon.tools.simulation.step import Scenario, Workload
 
@@ -37,7 +37,8 @@ _REMOVED = {  # and what to write instead
     **dict.fromkeys(("--method", "--gap", "--time-limit", "--byte-slack"), _SOLVER),
     "--recompute": "leave it out; it makes all steps longer alike, by a third of what forward and backward take",
     "--efficiency": "write bench/simulate.py --table MODEL.json --efficiency X, which has it",
-    "--target": "try other --tokens, --replicate or --set, or --recommend",
+    "--target": "try other --tokens or --replicate, or --recommend",
+    "--set": "write --device with the preset that is nearest, and --costs with what dmuon-profile measured",
     "--compare": "write --verbose, which says what is proven; bench/planner_gaps.py compares plans with others",
     "--owners": "write --json PATH, where each matrix has its owner",
     "--png": "write --verbose, which has the load of each rank",
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         require_target("--json", arguments.json)
-    machine = hardware(arguments.device or _DEFAULT_DEVICE, **_overrides(arguments.set))
+    machine = HARDWARE[arguments.device or _DEFAULT_DEVICE]
     topology = _topology(arguments, machine)
     matrices = [replace(m, nbytes=2 * m.rows * m.cols) for m in read_model(arguments.model)]  # bf16 travels
     workload = Workload.from_config(arguments.model, tokens=arguments.tokens, sequence=arguments.sequence)
@@ -101,13 +102,6 @@ def _parser() -> Parser:
     costs.add_argument(
         "--costs", default="wave", metavar="wave|flops|PATH", help="the device's wave model, FLOPs, or a cost cache"
     )
-    costs.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=X",
-        help="override a figure of the preset: inter_bandwidth=25e9",
-    )
     step = parser.add_argument_group("predicted step")
     step.add_argument("--tokens", type=count, default=16384, metavar="N", help="per rank and step (default: 16384)")
     step.add_argument("--sequence", type=count, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
@@ -131,20 +125,10 @@ def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:
     return Topology(arguments.world, gpus_per_node=per_node, replicate=arguments.replicate, tp=arguments.tp)
 
 
-def _overrides(items: Sequence[str]) -> dict[str, float]:
-    figures = {}
-    for name, _, value in (item.partition("=") for item in items):
-        try:
-            figures[name] = float(value)
-        except ValueError:
-            raise BadArgument(f"--set {name}={value}: the value is no number; write NAME=NUMBER") from None
-    return figures
-
-
 def _costs(source: str, machine: Hardware, matrices: Sequence[Matrix]) -> FoundCosts:
     counts: Counter[Shape] = Counter(m.shape for m in matrices)
     if source == "wave":
-        return FoundCosts(wave_costs(machine.device, counts), describe(machine.device))
+        return FoundCosts(wave_costs(machine.device, counts), f"estimated: wave model of {machine.device.name}")
     if source == "flops":
         return FoundCosts(CostTable.from_flops(counts), "estimated from FLOPs")
     cache = CostCache.load(source)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -78,39 +78,6 @@ class Hardware:
     intra: Link
     inter: Link
     gpus_per_node: int = 8  # NVIDIA HGX boards of these generations carry eight GPUs
-
-
-def hardware(name: str, /, **overrides: float) -> Hardware:
-    """The preset ``name``, with single figures replaced.
-
-    Args:
-        name: a key of ``HARDWARE``.
-        overrides: figures by flat name, such as ``device_peak_flops``, ``intra_bandwidth``, ``inter_latency_s``
-            or ``gpus_per_node``, in the units of the field.
-
-    Raises:
-        ValueError: a figure's name is unknown, or a value is not finite and positive (a count: not a positive whole
-            number; a part of a rate: above 1).
-    """
-    found = HARDWARE[name]
-    parts = {"device": Device, "intra": Link, "inter": Link}
-    known = [f"{part}_{one.name}" for part, kind in parts.items() for one in fields(kind) if one.name != "name"]
-    for flat, value in overrides.items():
-        if flat not in (*known, "gpus_per_node"):
-            raise ValueError(f"{flat} is no figure of the hardware; use one of {', '.join((*known, 'gpus_per_node'))}")
-        counts = flat in ("device_sms", "device_memory", "gpus_per_node")
-        if not (math.isfinite(value) and value > 0 and (float(value).is_integer() or not counts)):
-            kind = "a positive whole number" if counts else "finite and positive, in bytes, FLOP and seconds"
-            raise ValueError(f"{flat}={value!r} must be {kind}")
-        if flat.endswith(("efficiency", "sustained")) and value > 1:
-            raise ValueError(f"{flat}={value!r} must be at most 1; give the part of the peak that is reached")
-        part, _, figure = flat.partition("_")
-        if flat == "gpus_per_node":
-            found = replace(found, gpus_per_node=int(value))
-        else:
-            number = int(value) if counts else value
-            found = replace(found, **{part: replace(getattr(found, part), **{figure: number})})
-    return found
 
 
 # Latencies are those by which NCCL itself chooses algorithms (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us per
@@ -240,11 +207,6 @@ def wave_costs(device: Device, limits: Mapping[Shape, int]) -> CostTable:
             most = max(most, _update_ns(device, shape, k))
             costs[shape][k] = most  # a larger batch may be the first in halves, and shorter
     return CostTable(costs, dict.fromkeys(costs, "estimated"))
-
-
-def describe(device: Device) -> str:
-    """Where the costs of ``wave_costs`` are from, for people."""
-    return f"estimated: wave model of {device.name}"
 
 
 def _update_ns(device: Device, shape: Shape, k: int) -> int:

@@ -133,6 +133,8 @@ def table(record: Record) -> str:
 
 def fault(settings: Settings) -> str:
     modes = settings.fit + settings.products + bool(settings.table)
+    if not 0 < settings.efficiency <= 1:
+        return f"--efficiency {settings.efficiency}: give the part of the peak, above 0 and at most 1"
     return "" if modes == 1 else "give one of --fit, --products and --table MODEL.json ..."
 
 

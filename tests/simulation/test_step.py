@@ -134,8 +134,3 @@ def test_contention_is_of_owners_alone() -> None:
     assert step.step_s("adamw", slowed) == step.step_s("adamw", TWO)
     # Beside 3 s of b1's fill, 3 of b0's refill and 5 of b1's reduction behind that.
     assert step.step_s("dedicated", slowed) == pytest.approx(step.step_s("dedicated", TWO) + 0.1 * (3 + 3 + 5))
-
-
-def test_an_efficiency_above_the_peak_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"efficiency=1\.5 must be above 0 and at most 1"):
-        replace(TWO, efficiency=1.5)

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from dmuon.kernels import Arithmetic, choose_variant, coefficient_sequence, iterate
 from dmuon.planning.profiler import useful_batch_sizes
-from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Shape
 
 
@@ -264,7 +263,7 @@ class Topology:
         tp: tensor-parallel ranks.
 
     Raises:
-        ValueError: a count below 1, or one that does not divide what it must.
+        ValueError: a count that does not divide what it must.
     """
 
     world: int
@@ -273,10 +272,6 @@ class Topology:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world", "gpus_per_node", "replicate", "tp"):
-            value = getattr(self, name)
-            if not is_integer(value, 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if self.world % (self.replicate * self.tp):
             raise ValueError(
                 f"replicate={self.replicate} × tp={self.tp} does not divide world={self.world}; change one of the three"

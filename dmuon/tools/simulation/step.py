@@ -80,11 +80,8 @@ class Workload:
             sequence: tokens that attend to one another.
 
         Raises:
-            ValueError: as ``read_model``, or a field or argument that cannot be used, with the remedy.
+            ValueError: as ``read_model``, a field that cannot be used, or a part of a sequence; with the remedy.
         """
-        for name, count in (("tokens", tokens), ("sequence", sequence)):
-            if not is_integer(count, 1):
-                raise ValueError(f"{name}={count!r} must be a whole number of at least 1")
         if tokens % sequence:
             raise ValueError(f"tokens={tokens} must be a multiple of sequence={sequence}; give whole sequences")
         config = ModelConfig.load(path)
@@ -175,9 +172,6 @@ class Scenario:
         efficiency: part of the peak that forward and backward reach.
         contention: how much longer computation takes while a collective of owners is under way, as a part of the time
             of both, beyond what FSDP2's collectives do to it; the efficiency of forward and backward has those.
-
-    Raises:
-        ValueError: an efficiency outside (0, 1].
     """
 
     workload: Workload
@@ -188,10 +182,6 @@ class Scenario:
     kept: bool = False
     efficiency: float = EFFICIENCY
     contention: float = CONTENTION
-
-    def __post_init__(self) -> None:
-        if not 0 < self.efficiency <= 1:
-            raise ValueError(f"efficiency={self.efficiency!r} must be above 0 and at most 1; give the part of the peak")
 
     @property
     def flops_per_s(self) -> float:

@@ -7,7 +7,7 @@ medians of ratios of neighbours in time. Programs:
 - ours: `orthogonalize(x)` with defaults, fp32; a batch of k is a loop for all others;
 - standard, gram: the textbook loop in fp32, and the plain Gram form with a restart before step 2;
 - torch: torch.optim.Muon's own routine, in bf16 with classic coefficients;
-- bf16: `orthogonalize(x, dtype=torch.bfloat16)`; `fp16 of gram-newton-schulz`, where that package is installed;
+- bf16: `orthogonalize(x, dtype=torch.bfloat16)`;
 - our gram, squares: `orthogonalize` in the Gram form, and with the preset of two blocks of squares.
 
 Modes: `large`, from 256 rows on; `small`, single matrices from 16 x 16 on, on warm caches, which is where calls count;
@@ -20,13 +20,10 @@ On a CPU that does not multiply bf16 what runs in it takes many times as long.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import itertools
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,8 +47,6 @@ RESTART = 2
 BATCH = 8  # of shapes with at most 256 rows, which is what the optimizer has
 LARGE = ((256, 256), (256, 2048), (512, 512), (512, 1792), (1024, 1024), (1024, 4096), (1536, 8256))
 CACHE_BYTES = 32 << 20
-PEER = "fp16 of gram-newton-schulz"
-PEER_OPERATIONS = 1 << 29  # a larger product in fp16 takes minutes where the CPU does not multiply it
 SMALL = ((16, 16), (16, 64), (16, 256), (32, 32), (32, 128), (64, 64), (64, 256), (128, 128), (128, 512), (256, 256))
 SQUARES = tuple((m, alpha * m) for m in (512, 1024) for alpha in (1, 2, 3, 4, 5))
 HALVES = ((128, 128), (256, 256), (256, 1024), (512, 512), (512, 1792), (1024, 1024), (1024, 4096), (1536, 8256))
@@ -116,12 +111,8 @@ def programs_of(mode: str, x: Tensor) -> Work:
     if mode == "squares":
         gram_form = {"our gram": (partial(orthogonalize, x, method="gram"), POLAR)}
         return {**gram_form, **ours, "squares": (partial(orthogonalize, x, coefficients="squares"), "squares")}
-    work = {**ours, "torch": plain(torch_muon, x, CLASSIC)}
-    if min(x.shape) * x.numel() <= PEER_OPERATIONS and importlib.util.find_spec("gram_newton_schulz") is not None:
-        module = importlib.import_module("gram_newton_schulz.gram_newton_schulz")
-        routine = module.GramNewtonSchulz(ns_use_kernels=False, compile_kwargs=None)
-        work[PEER] = (partial(routine, x), routine.ns_coefficients)
-    return {**work, "bf16": (partial(orthogonalize, x, dtype=torch.bfloat16), POLAR)}
+    bf16 = {"bf16": (partial(orthogonalize, x, dtype=torch.bfloat16), POLAR)}
+    return {**ours, "torch": plain(torch_muon, x, CLASSIC), **bf16}
 
 
 def exact(x: Tensor, coefficients: Any) -> Tensor:
@@ -138,16 +129,12 @@ def measure_shape(mode: str, m: int, n: int, k: int, rounds: int, seconds: float
         found, expected = program(), exact(x[0] if k > 1 else x, coefficients)
         error[name] = float(((found[0] if k > 1 else found).double() - expected).norm() / expected.norm())
     cache = 4096 if mode == "small" else CACHE_BYTES
-    often: dict[str, Callable[[], object]] = {name: work[name][0] for name in work if name != PEER}
-    samples = cold_samples(often, torch.device("cpu"), cache, rounds, seconds)
-    if PEER in work:  # once, since it would take all the time
-        start = time.thread_time()
-        work[PEER][0]()
-        samples[PEER] = [1e3 * (time.thread_time() - start)]
+    programs: dict[str, Callable[[], object]] = {name: program for name, (program, _) in work.items()}
+    samples = cold_samples(programs, torch.device("cpu"), cache, rounds, seconds)
     last = list(work)[-1]
     ratio = {
         f"{name}/{last}": statistics.median(a / b for a, b in zip(samples[name], samples[last], strict=True))
-        for name in often
+        for name in work
         if name != last
     }
     return {"rounds": len(samples[last]), "ms": medians(samples), "error": error, "ratio": ratio}

@@ -67,11 +67,7 @@ def scaling(settings: Settings) -> Record:
     rows, machine = [], HARDWARE[settings.hardware]
     options = {"tokens": settings.tokens, "sequence": settings.sequence}
     for path in map(Path, settings.table):
-        workload, matrices, machine = (
-            Workload.from_config(path, **options),
-            read_model(path),
-            HARDWARE[settings.hardware],
-        )
+        workload, matrices = Workload.from_config(path, **options), read_model(path)
         for world in settings.worlds:
             owners, costs = planned(matrices, machine, world)
             topology = Topology(world, machine.gpus_per_node)

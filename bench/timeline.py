@@ -1,7 +1,6 @@
 """Draws one measured step: what each rank computes and what is sent meanwhile, from ``torch.profiler``.
 
 python bench/timeline.py --out docs/step.png
-python bench/timeline.py --residency dedicated --out FILE
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from common.figures import new_figure, save_png
-from common.options import RankOptions, option, parse
+from common.options import RankOptions, parse
 from common.ranks import run_ranks, share
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 from training.model import GPT, GPTConfig
 from training.trainer import sharded
@@ -33,8 +33,6 @@ COMPUTED = {  # by the name of a range, its colour, and what the legend says
 }
 SENT = {
     "gloo:all_to_all": ("#54a24b", "matrices (to owners, and back)"),
-    "gloo:broadcast": ("#54a24b", "weights (owners publish)"),
-    "gloo:reduce": ("#9d755d", "gradients (to owners)"),
     "gloo:": ("#bab0ac", "FSDP2"),
 }
 LANES = {"compute": COMPUTED, "communication": SENT}
@@ -43,7 +41,6 @@ LANES = {"compute": COMPUTED, "communication": SENT}
 @dataclass(frozen=True, slots=True)
 class Settings(RankOptions):
     out: str = "docs/step.png"
-    residency: str = option("exchanged", choices=("exchanged", "dedicated"))
 
 
 def record(rank: int, settings: Settings) -> list[list[Span]]:
@@ -51,9 +48,7 @@ def record(rank: int, settings: Settings) -> list[list[Span]]:
     mesh = init_device_mesh("cpu", (settings.world,))
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, width=256, heads=4, context=128))
-    if settings.residency == "dedicated":
-        dmuon.dedicate_params(model, mesh)
-    sharded(dmuon.fully_shard, model, mesh=mesh)
+    sharded(fully_shard, model, mesh=mesh)
     optimizer = dmuon.Muon(model)
     for block in model.blocks:  # named in the profile
         block.forward = record_function("forward")(block.forward)  # type: ignore[method-assign]
@@ -72,7 +67,7 @@ def record(rank: int, settings: Settings) -> list[list[Span]]:
         forward_backward()
         optimizer.step()
         optimizer.zero_grad()
-        forward_backward()  # shows the next forward using what was published
+        forward_backward()  # shows the next forward
     return share([(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in trace.events()])
 
 
@@ -91,7 +86,7 @@ def draw(everyone: list[list[Span]], out: Path) -> None:
             for kind, (colour, said) in kinds.items():
                 bars = [(b - start, max(e - b, 0.05)) for name, b, e in spans if kind_of(name, kinds) == kind]
                 height = 0.8 if lane == "compute" else 0.4
-                low = 0.4 if kind in ("gloo:broadcast", "gloo:") else 0.0  # beside what is sent at once
+                low = 0.4 if kind == "gloo:" else 0.0  # beside what is sent at once
                 drawn = axes.broken_barh(bars, (row + low, height), facecolors=colour, edgecolor="white", linewidth=0.3)
                 if bars:
                     legend.setdefault(said, drawn)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -15,10 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.dtensors import local_tensor
-from harness.inside import buckets_of
 from harness.network import Block, full_state
 from harness.topologies import LAYOUTS, lay
-from harness.toy import OPTIONS, SIZE, VOCAB, WIDTH, batch, build, train
+from harness.toy import OPTIONS, SIZE, WIDTH, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -81,33 +79,27 @@ def compare(_rank: int, _world: int, name: str, keep: bool, micro: int, muon: An
 
 
 OVERLAP = {"overlap_backward": True}
-HOST, HALF = {"momentum_device": "cpu"}, {"momentum_dtype": torch.bfloat16}
-ON_SPHERE = {"weight_decay_mode": "hyperball"}
-CASES = {
+HOST, MASTERS = {"momentum_device": "cpu"}, {"master_weights": "cpu"}
+MEMBER = {"second_moment": "element", "weight_decay_mode": "hyperball"}
+# Layout, whether whole weights stay, micro-batches, and options of the optimizer and of communication.
+CASES: dict[str, tuple[str, bool, int, dict[str, Any], dict[str, Any]]] = {
     **{f"{name} overlap": (name, False, 1, OVERLAP, {}) for name in ("1d", "ddp-2", "hsdp", "tp-fsdp")},
-    **{f"{name} after backward": (name, False, 1, {}, {}) for name in ("1d-1", "1d-two-lines", "hsdp")},
-    **{f"{name}": (name, False, 1, {}, {}) for name in ("fsdp2-1", "fsdp2-2", "fsdp2-hsdp", "fsdp2-tp", "ddp")},
-    "whole weights stay": ("1d-two-lines", True, 1, OVERLAP, {}),
-    "accumulation": ("hsdp-two-lines", False, 2, OVERLAP, {}),
-    "nothing fetched ahead": ("1d-two-lines", False, 1, OVERLAP, {"prefetch": 0}),
-    "two blocks fetched ahead": ("1d-two-lines", False, 1, OVERLAP, {"prefetch": 2}),
-    "parts of one size": ("1d-two-lines", False, 1, OVERLAP, {"transport": "single"}),
+    "whole weights stay, in parts of one size": ("1d-two-lines", True, 1, OVERLAP, {"transport": "single"}),
+    "accumulation, nothing fetched ahead": ("hsdp-two-lines", False, 2, {}, {"prefetch": 0}),
+    "one after the other, two ahead": ("1d-two-lines", False, 1, {}, {"asynchronous": False, "prefetch": 2}),
+    "ddp": ("ddp", False, 1, {}, {}),
+    "members of the family": ("fsdp2-2", False, 1, MEMBER, {}),
     **{
-        f"{name} with momentum on the host": (name, False, 1, muon, {})
+        f"{name} with momentum on the host": (name, False, 1, HOST | muon, {})
         for name, muon in (
-            ("hsdp", HOST),
-            ("1d", HOST | OVERLAP),
-            ("fsdp2-2", HOST),
-            ("fsdp2-tp", HOST | HALF),
-            ("fsdp2-hsdp", HOST | {"second_moment": "row"}),
+            ("hsdp", {}),
+            ("1d", OVERLAP),
+            ("fsdp2-tp", {"momentum_dtype": torch.bfloat16}),
+            ("fsdp2-hsdp", {"second_moment": "row"}),
         )
     },
-    **{
-        f"{name} with masters on the host": (name, False, 1, {"master_weights": "cpu"} | muon, {})
-        for name, muon in (("fsdp2-2", {}), ("fsdp2-hsdp", HOST), ("fsdp2-tp", {"weight_decay_mode": "l2"}))
-    },
-    "members of the family": ("fsdp2-2", False, 1, {"second_moment": "element", **ON_SPHERE}, {}),
-    "one collective after the other": ("1d-two-lines", False, 1, OVERLAP, {"asynchronous": False}),
+    "fsdp2-hsdp with masters and momentum on the host": ("fsdp2-hsdp", False, 1, MASTERS | HOST, {}),
+    "fsdp2-tp with masters on the host": ("fsdp2-tp", False, 1, MASTERS | {"weight_decay_mode": "l2"}, {}),
 }
 
 
@@ -235,36 +227,6 @@ def both_outputs(rank: int, world: int) -> list[str]:
 
 def test_outputs_on_two_devices_have_the_gradients_of_the_cpu(device_ranks: Ranks) -> None:
     assert device_ranks(2, both_outputs) == [[], []]
-
-
-class HeadOfOneRank(nn.Module):
-    """An auxiliary head, the last parameters and so the first to be averaged, is used on rank 0 only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = build()
-        self.head = nn.Linear(VOCAB, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.body(tokens)
-        return logits.square().mean() + (self.head(logits).square().mean() if dist.get_rank() == 0 else 0)
-
-
-def use_a_head_on_one_rank(_rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    model = HeadOfOneRank().to("pretend")
-    options = dmuon.CommOptions(timeout=timedelta(seconds=5))
-    with buckets_of(64):
-        dmuon.dedicate_params(model, init_device_mesh("pretend", (world,)), costs="flops", comm=options)
-        optimizer = dmuon.Muon(model, **OPTIONS, **FP32)
-        for step in range(4):
-            optimizer.zero_grad()
-            model(batch(step)[0].to("pretend")).backward()
-            optimizer.step()
-
-
-def test_ranks_that_use_different_parameters_make_communicators_in_one_order(device_ranks: Ranks) -> None:
-    device_ranks(2, use_a_head_on_one_rank)
 
 
 def copy_to_host() -> None:

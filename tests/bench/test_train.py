@@ -177,10 +177,7 @@ def test_wrong_option_is_named_and_ends_with_code_2(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optimizer", "number"),
-    [("adamw", signal.SIGKILL), ("dedicated", signal.SIGINT), ("dmuon", signal.SIGTERM)],
-)
+@pytest.mark.parametrize(("optimizer", "number"), [("adamw", signal.SIGKILL), ("dedicated", signal.SIGTERM)])
 def test_resume_equals_the_uninterrupted_run(
     tmp_path: Path, uninterrupted: Path, optimizer: str, number: signal.Signals
 ) -> None:

@@ -88,9 +88,7 @@ def test_muon_beside_another_optimizer_resumes(rank: int, world: int, tmp_path: 
 
 
 @pytest.mark.pitfall("P27")
-@pytest.mark.parametrize(
-    ("name", "keep"), [("1d-3", False), ("1d-3-two-lines", True), pytest.param("1d-3", True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "keep"), [("1d-3", False), ("1d-3-two-lines", True)])
 @on_ranks(3)
 def test_state_dict_is_what_a_plain_model_has(rank: int, world: int, name: str, keep: bool) -> None:
     plain = build(tied=True, block=BufferedBlock)
@@ -289,7 +287,7 @@ OF_PLAIN = ["missing", "shape", "none"]
         ("hsdp", False, OF_DTENSORS),
         ("tp", False, ["missing", "shape, not owned"]),
         ("1d-two-lines", True, OF_PLAIN),
-        *(pytest.param(name, False, OF_DTENSORS, marks=pytest.mark.slow) for name in ("tp-two-lines", "ddp-2")),
+        pytest.param("ddp-2", False, OF_DTENSORS, marks=pytest.mark.slow),
     ],
 )
 @on_ranks("layout", timeout=60.0)
@@ -336,10 +334,8 @@ WAYS = ("everywhere", "from-rank-0", "submodule")
         ("ddp-2", KEEP, "submodule"),
         ("1d", RESHARD, "everywhere"),
         ("1d-two-lines", KEEP, "everywhere"),
-        *(pytest.param(n, KEEP, "from-rank-0", marks=pytest.mark.slow) for n in ("hsdp-two-lines", "tp")),
         # Plain tensors beside DTensors cannot be copied into what FSDP2 shards: no "submodule" there.
-        pytest.param("hsdp", KEEP, "everywhere", marks=pytest.mark.slow),
-        pytest.param("tp-two-lines", KEEP, "submodule", marks=pytest.mark.slow),
+        pytest.param("tp-two-lines", KEEP, "from-rank-0", marks=pytest.mark.slow),
     ],
 )
 @on_ranks("layout")

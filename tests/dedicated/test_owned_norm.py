@@ -108,9 +108,9 @@ def test_a_norm_tells_on_every_rank_whether_all_elements_are_finite(rank: int, w
 
 @pytest.mark.pitfall("P36")
 @pytest.mark.parametrize(
-    ("layout", "world", "owned"), [("1d", 2, 1), pytest.param("hsdp", 4, 2, marks=pytest.mark.slow), ("tp", 2, 1)]
+    ("layout", "world", "owned", "foreach"),
+    [("1d", 2, 1, True), pytest.param("hsdp", 4, 2, None, marks=pytest.mark.slow), ("tp", 2, 1, None)],
 )
-@pytest.mark.parametrize("foreach", [None, True])
 @on_ranks()
 def test_clipping_by_torch_communicates_as_often_for_many_owned_matrices_as_for_one(
     rank: int, world: int, layout: str, owned: int, foreach: bool | None

@@ -1,4 +1,4 @@
-"""The fused passes of the Muon update: what they compute, in Triton's interpreter."""
+"""The fused passes of the Muon update: what they compute, in Triton's interpreter; run by ``test_interpreted.py``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dmuon.kernels import (
     apply_update_,

@@ -1,4 +1,4 @@
-"""Newton–Schulz and the Muon update as they run on a GPU, all kernels together, in Triton's interpreter."""
+"""Newton–Schulz and the Muon update as they run on a GPU, all kernels together; run by ``test_interpreted.py``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from types import ModuleType
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 import zoo
 from zoo import gaussian, relative
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.pitfall("P12", "P83", "P84", "P85", "P86", "P95")
 
 
 def wrong(ranks: RankPool, seeds: range) -> list[str]:
-    return ranks(2, play_all, list(seeds), timeout=60 + SECONDS * len(seeds), pg_timeout=40.0)[0]
+    return ranks(2, play_all, list(seeds), timeout=60 + SECONDS * len(seeds))[0]
 
 
 def test_a_few_random_programs_equal_their_twins(ranks: RankPool) -> None:

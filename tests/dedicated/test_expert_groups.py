@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
+from harness.checkpoints import Run, load, save
 from harness.dedicated_toy import dedicate, default_mesh
 from harness.dtensors import local_tensor
 from harness.heard import heard
 from harness.network import full_state, shard_blocks
 from harness.on_ranks import on_ranks
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -201,13 +200,9 @@ def test_experts_of_groups_equal_a_single_process(rank: int, world: int, stored:
 def test_a_run_resumes_from_a_checkpoint_of_all_groups(rank: int, world: int, tmp_path: Any) -> None:
     model, optimizer, ep = laid("DTensor", "dedicated")
     train(model, optimizer, range(2), rank, world)
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+    save(Run(model, optimizer, lambda part: part), str(tmp_path))
     fresh, resumed, ep = laid("DTensor", "dedicated", seed=1)
-    weights, state = get_state_dict(fresh, resumed)
-    held = {"model": weights, "optimizer": state}
-    dcp.load(held, checkpoint_id=tmp_path)
-    set_state_dict(fresh, resumed, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+    load(Run(fresh, resumed, lambda part: part), str(tmp_path))
     train(fresh, resumed, range(2, STEPS), rank, world)
     assert_equal_weights(whole(fresh, ep), reference(clip=True)[0])
 

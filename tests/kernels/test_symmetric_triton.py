@@ -171,7 +171,3 @@ def test_candidates_are_few_and_distinct_in_print(capability, dtype, sizes):
 )
 def test_the_default_leaves_few_multiprocessors_waiting(k, m, chosen):
     assert str(_default(k, m, m, torch.float16, (9, 0))) == chosen
-
-
-def test_config_prints_compactly():
-    assert str(TileConfig(64, 32, 4, 2)) == "64x32w4s2" and str(WIDE) == "128x64w8s4wide"

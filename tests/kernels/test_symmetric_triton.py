@@ -42,15 +42,13 @@ def _compiled(config: TileConfig, arch: int, adds: int = 0) -> Any:
     return recorder.kernels[0]
 
 
-@pytest.mark.parametrize("side", [256, 2048])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(("arch", "side"), [(80, 256), (90, 2048), (100, 256)])
 def test_default_config_builds_without_spills(arch, dtype, side):
     _check_resources(_default(4, side, side, dtype, divmod(arch, 10)), dtype, arch)
 
 
-@pytest.mark.parametrize("side", [256, 2048])
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(("arch", "side"), [(80, 2048), (90, 256), (100, 2048)])
 def test_four_addends_and_the_identity_build_without_spills(arch, side):
     """What the longest sum of the blocks of squares takes."""
     config = _default(4, side, side, torch.float16, divmod(arch, 10), addends=4)

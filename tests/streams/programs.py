@@ -264,22 +264,6 @@ def _accumulate_in_rows(trained: Trained) -> None:
     dmuon.set_requires_all_reduce(trained.model, True)
 
 
-def _step(trained: Trained) -> None:
-    trained.optimizer.step()
-
-
-def _zero(trained: Trained) -> None:
-    trained.optimizer.zero_grad()
-
-
-def _zero_model(trained: Trained) -> None:
-    trained.model.zero_grad()
-
-
-def _clip(trained: Trained) -> None:
-    dmuon.clip_grad_norm_(trained.model.parameters(), 1e-3)
-
-
 def _edit_gradients(trained: Trained) -> None:
     for param in trained.model.parameters():
         if param.grad is not None:
@@ -348,14 +332,14 @@ def _raise(_module: nn.Module, _grad: Any) -> None:
     raise ArithmeticError
 
 
-ACTIONS: dict[str, Callable[[Trained], None]] = {
+ACTIONS: dict[str, Callable[[Trained], Any]] = {
     "backward": _backward,
     "accumulate": _accumulate,
     "accumulate-in-rows": _accumulate_in_rows,
-    "step": _step,
-    "zero": _zero,
-    "zero-model": _zero_model,
-    "clip": _clip,
+    "step": lambda trained: trained.optimizer.step(),
+    "zero": lambda trained: trained.optimizer.zero_grad(),
+    "zero-model": lambda trained: trained.model.zero_grad(),
+    "clip": lambda trained: dmuon.clip_grad_norm_(trained.model.parameters(), 1e-3),
     "edit-gradients": _edit_gradients,
     "rebuild": _rebuild,
     "evaluate": _evaluate,

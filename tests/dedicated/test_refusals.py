@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import Raised, raised_by, says_what_to_do
+from harness.assertions import raised_by, says_what_to_do
 from harness.dedicated_toy import dedicate, dedicated, default_mesh, refused
 from harness.inside import default_store
 from harness.network import Block, Network, tensor_parallel
 from harness.on_ranks import on_ranks
-from harness.pool import RankPool
 from harness.toy import SIZE, WIDTH, batch, build
 from harness.trees import node, stack
 from torch.distributed._composable.replicate import replicate
@@ -267,22 +266,13 @@ EVERYWHERE |= {
 }
 
 
-def make_mistakes(_rank: int, _world: int) -> dict[str, Raised]:
-    return {name: raised_by(mistake) for name, (mistake, _, _) in EVERYWHERE.items()}
-
-
-@pytest.fixture(scope="module")
-def mistakes(ranks: RankPool) -> list[dict[str, Raised]]:
-    return ranks(2, make_mistakes, timeout=110)
-
-
 @pytest.mark.pitfall("P02", "P05", "P54", "P55", "P60")
-@pytest.mark.parametrize("name", EVERYWHERE)
-def test_mistakes_raise_on_every_rank_and_move_nothing(mistakes: list[dict[str, Raised]], name: str) -> None:
-    _, error, match = EVERYWHERE[name]
-    for of_rank in mistakes:
-        assert of_rank[name].matches(error, match), of_rank[name]
-        assert says_what_to_do(of_rank[name].message), f"without a remedy: {of_rank[name].message}"
+@on_ranks(2, timeout=110)
+def test_mistakes_raise_on_every_rank_and_move_nothing(rank: int, world: int) -> None:
+    for name, (mistake, error, match) in EVERYWHERE.items():
+        raised = raised_by(mistake)
+        assert raised.matches(error, match), (name, raised)
+        assert says_what_to_do(raised.message), f"without a remedy: {raised.message}"
 
 
 # -- a mistake on one rank: there its own error, elsewhere by name -----------------------------------------------------
@@ -362,7 +352,11 @@ ONE_RANK: dict[str, tuple[Callable[[Network], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-def make_faults(rank: int, _world: int) -> dict[str, Raised]:
+@pytest.mark.pitfall("P21", "P48", "P49")
+@on_ranks(2, timeout=110)
+def test_a_fault_on_one_rank_ends_all_of_them(rank: int, world: int) -> None:
+    """The rank at fault raises the original, the other one says which rank it was."""
+
     def fault(kind: str) -> None:
         model = build()
         change = ONE_RANK[kind][0](model) if rank == 1 else None
@@ -372,22 +366,12 @@ def make_faults(rank: int, _world: int) -> dict[str, Raised]:
         refused(model, **options)
 
     default_mesh()
-    return {kind: raised_by(partial(fault, kind)) for kind in ONE_RANK}
-
-
-@pytest.fixture(scope="module")
-def faults(ranks: RankPool) -> list[dict[str, Raised]]:
-    return ranks(2, make_faults, timeout=110)
-
-
-@pytest.mark.pitfall("P21", "P48", "P49")
-@pytest.mark.parametrize("kind", ONE_RANK)
-def test_a_fault_on_one_rank_ends_all_of_them(faults: list[dict[str, Raised]], kind: str) -> None:
-    _, error, match = ONE_RANK[kind]
-    first, second = (of_rank[kind] for of_rank in faults)
-    assert first.matches(ValueError, match) and ("rank 1" in first.message or kind == "other order"), first
-    assert second.matches(error, match), f"the rank at fault raises the original: {second}"
-    assert says_what_to_do(first.message) or "mine" in match, f"without a remedy: {first.message}"
+    for kind, (_, error, match) in ONE_RANK.items():
+        raised = raised_by(partial(fault, kind))
+        assert raised.matches(error if rank == 1 else ValueError, match), (kind, raised)
+        if rank == 0:
+            assert "rank 1" in raised.message or kind == "other order", (kind, raised)
+            assert says_what_to_do(raised.message) or "mine" in match, f"without a remedy: {raised.message}"
 
 
 # -- a fault in one data-parallel group of several ----------------------------------------------------------------

@@ -57,8 +57,9 @@ def _compile(compiler: str, target: Path) -> None:
     unfinished = target.with_suffix(".unfinished")
     includes = [flag for folder in include_paths() for flag in ("-isystem", folder)]
     paths = [flag for folder in library_paths() for flag in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
-    command = [compiler, "-shared", *FLAGS, *includes, *map(str, SOURCES), *paths, *LIBRARIES, "-o", str(unfinished)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    command = [compiler, "-shared", *FLAGS, *includes, "-x", "c++", "-", *paths, *LIBRARIES, "-o", str(unfinished)]
+    sources = "".join(f'#include "{path}"\n' for path in SOURCES)  # headers of torch are read once
+    done = subprocess.run(command, input=sources, capture_output=True, text=True, errors="replace")
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         said = "\n".join(lines[:10])

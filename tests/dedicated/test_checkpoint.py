@@ -328,7 +328,7 @@ WAYS = ("everywhere", "from-rank-0", "submodule")
         ("1d", RESHARD, "everywhere"),
         ("1d-two-lines", KEEP, "everywhere"),
         # Plain tensors beside DTensors cannot be copied into what FSDP2 shards: no "submodule" there.
-        pytest.param("tp-two-lines", KEEP, "from-rank-0", marks=pytest.mark.slow),
+        pytest.param("tp-two-lines", KEEP, "submodule", marks=pytest.mark.slow),
     ],
 )
 @on_ranks("layout")

@@ -91,7 +91,7 @@ CASES = [
     pytest.param("ddp-2", "step", "killed", 1, marks=pytest.mark.slow),
     pytest.param("1d-3-two-lines", "forward", "raising", 2, marks=pytest.mark.slow),
     pytest.param("1d-two-lines", "forward", "destroying", 1, marks=pytest.mark.slow),
-    pytest.param("tp-two-lines", "backward", "stopped", 1, marks=pytest.mark.slow),
+    pytest.param("1d-3-two-lines", "backward", "stopped", 1, marks=pytest.mark.slow),
 ]
 
 

@@ -218,7 +218,8 @@ def passes(tree: Path, tests: str) -> bool:
     folders = [tree, tree / "tests"]
     path = os.pathsep.join(map(str, folders))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    environment["TRITON_INTERPRET"] = str(int("/interpreted_" in tests))
+    if "/interpreted_" in tests:
+        environment["TRITON_INTERPRET"] = "1"
     try:
         ended = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS

@@ -172,6 +172,8 @@ def _forgotten(path: Path, plant: Plant) -> Iterator[None]:
 class _Forgetful:
     """An attribute that is an empty list, or None, whatever it is set to."""
 
+    is_list = False
+
     def __set__(self, _owner: Any, value: Any) -> None:
         self.is_list = isinstance(value, list)
 

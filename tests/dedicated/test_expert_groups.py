@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
+from harness.checkpoints import Run, load, save
 from harness.dedicated_toy import dedicate, default_mesh
 from harness.dtensors import local_tensor
 from harness.heard import heard
 from harness.network import full_state, shard_blocks
 from harness.on_ranks import on_ranks
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -29,7 +27,7 @@ from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.integrations import require_whole
 
-WIDTH, EXPERTS, LAYERS, TOKENS, VOCAB = 8, 4, 2, 5, 17
+WIDTH, EXPERTS, LAYERS, TOKENS, VOCAB = 8, 4, 2, 5, 16
 STEPS, MAX_NORM = 4, 0.05
 OPTIONS: dict[str, Any] = {"lr": 2e-2, "adamw_lr": 1e-2, "ns_coefficients": "classic"}
 
@@ -48,32 +46,17 @@ class _Share(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Stacks ``(experts here, out, in)``; tokens travel over ``group`` to theirs, and back."""
+    """Stacks ``(experts here, out, in)``. The tokens that this rank has are those of its experts."""
 
-    def __init__(self, up: Tensor, down: Tensor, bias: Tensor, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, up: Tensor, down: Tensor, bias: Tensor, groups: int) -> None:
         super().__init__()
-        self.up, self.down, self.bias, self.group = nn.Parameter(up), nn.Parameter(down), nn.Parameter(bias), group
+        self.up, self.down, self.bias, self.groups = nn.Parameter(up), nn.Parameter(down), nn.Parameter(bias), groups
 
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
-        ranks = 1 if self.group is None else dist.get_world_size(self.group)
-        order = expert.argsort(stable=True)
-        tokens, mine, out, back = x[order], expert[order], [len(x)], [len(x)]
-        if self.group is not None:
-            sent = expert.bincount(minlength=EXPERTS)
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=self.group)
-            out, back = (n.view(ranks, -1).sum(1).tolist() for n in (received, sent))
-            tokens = all_to_all_single_autograd(tokens, out, back, self.group)
-            mine = torch.arange(EXPERTS // ranks).repeat(ranks).repeat_interleave(received)
         weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down, self.bias))
-        up, down, bias = (_Share.apply(w, ranks) for w in weights)
-        found = torch.zeros_like(tokens)
-        for i in range(len(up)):
-            at = (mine == i).nonzero().squeeze(1)
-            found = found.index_copy(0, at, F.gelu(tokens[at] @ up[i].T) @ down[i].T + bias[i])
-        if self.group is not None:
-            found = all_to_all_single_autograd(found, back, out, self.group)
-        return torch.zeros_like(x).index_copy(0, order, found)
+        up, down, bias = (_Share.apply(w, self.groups) for w in weights)
+        of_experts = torch.stack([F.gelu(x @ u.T) @ d.T + b for u, d, b in zip(up, down, bias, strict=True)])
+        return of_experts[expert % len(up), torch.arange(len(x))]
 
 
 class Block(nn.Module):
@@ -83,10 +66,10 @@ class Block(nn.Module):
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = experts
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
         h = self.norm(x)
-        weight, expert = self.router(h).softmax(-1).max(-1)
-        return x + self.mix(h) + weight[:, None] * self.experts(h, expert)
+        weight = self.router(h).softmax(-1).gather(1, expert[:, None])
+        return x + self.mix(h) + weight * self.experts(h, expert)
 
 
 class Model(nn.Module):
@@ -102,7 +85,7 @@ class Model(nn.Module):
                 weights = [w.tensor_split(mesh.size())[mesh.get_local_rank()].clone() for w in weights]
             if mesh is not None and stored == "DTensor":
                 weights = [DTensor.from_local(w, mesh, [Shard(0)]) for w in weights]
-            self.blocks.append(Block(Experts(*weights, None if mesh is None else mesh.get_group())))
+            self.blocks.append(Block(Experts(*weights, 1 if mesh is None else mesh.size())))
 
     def experts(self) -> list[Experts]:
         return [block.experts for block in self.blocks]
@@ -110,14 +93,16 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, tokens % EXPERTS)
         return self.head(x)
 
 
-def batch(step: int, rank: int = 0, world: int = 1, parts: int = 4) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(VOCAB, (parts * TOKENS,), generator=torch.Generator().manual_seed(step))
-    size = len(tokens) // world
-    mine = tokens[rank * size : (rank + 1) * size]
+def batch(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+    """Of four parts every second one has tokens of the first two experts alone, the others those of the last two."""
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB // 2, (4, TOKENS), generator=draw)
+    of_group = 2 * (torch.arange(4) % 2)[:, None]
+    mine = (tokens // 2 * EXPERTS + of_group + tokens % 2)[rank::world].flatten()
     return mine, (3 * mine + 1) % VOCAB
 
 
@@ -215,13 +200,9 @@ def test_experts_of_groups_equal_a_single_process(rank: int, world: int, stored:
 def test_a_run_resumes_from_a_checkpoint_of_all_groups(rank: int, world: int, tmp_path: Any) -> None:
     model, optimizer, ep = laid("DTensor", "dedicated")
     train(model, optimizer, range(2), rank, world)
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+    save(Run(model, optimizer, lambda part: part), str(tmp_path))
     fresh, resumed, ep = laid("DTensor", "dedicated", seed=1)
-    weights, state = get_state_dict(fresh, resumed)
-    held = {"model": weights, "optimizer": state}
-    dcp.load(held, checkpoint_id=tmp_path)
-    set_state_dict(fresh, resumed, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+    load(Run(fresh, resumed, lambda part: part), str(tmp_path))
     train(fresh, resumed, range(2, STEPS), rank, world)
     assert_equal_weights(whole(fresh, ep), reference(clip=True)[0])
 

@@ -47,7 +47,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     [
         ("1d-two-lines", ["lr of Muon", "lr of AdamW"]),
         ("fsdp2-2", ["lr in its last bit"]),
-        *(pytest.param(layout, [*EDITS][1:], marks=pytest.mark.slow) for layout in ("ddp-2", "tp", "ddp")),
+        *(pytest.param(layout, [*EDITS][1:], marks=pytest.mark.slow) for layout in ("tp", "ddp")),
     ],
 )
 @on_ranks("layout")
@@ -80,8 +80,7 @@ def test_options_that_differ_from_the_start_are_told_in_the_first_backward(rank:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["1d-two-lines", *(pytest.param(n, marks=pytest.mark.slow) for n in ("hsdp-two-lines", "ddp-4", "tp-two-lines"))],
+    "layout", ["1d-two-lines", *(pytest.param(n, marks=pytest.mark.slow) for n in ("hsdp-two-lines", "tp-two-lines"))]
 )
 @on_ranks("layout")
 def test_a_parameter_that_one_rank_alone_freezes_is_named(rank: int, world: int, layout: str) -> None:

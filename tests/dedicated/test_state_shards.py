@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.assertions import assert_same_tensors
-from harness.checkpoints import FULL_ON_RANK_0, start
+from harness.checkpoints import FULL_ON_RANK_0, Run, load, start
 from harness.fused import FusedModel, fused
 from harness.heard import heard
 from harness.network import full_state
@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -205,10 +204,7 @@ def test_old_checkpoints_load_bit_for_bit_and_are_saved_by_the_same_keys(
     model, optimizer, _ = fused(layout)
     for name in ("shard", "hsdp", "tp"):
         folder = unpacked(name, tmp_path / str(rank))
-        weights, state = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": state}
-        dcp.load(saved, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=saved["optimizer"])
+        load(Run(model, optimizer, lambda part: part), str(folder))
         weights, state = get_state_dict(model, optimizer)
         again = {"model": weights, "optimizer": state}
         found = flat(again)

@@ -37,7 +37,6 @@ CASES = [
     ("ddp-4", False, 1, "broadcast"),
     ("ddp-2", False, 3, "single"),
     ("tp", False, 1, "auto"),
-    pytest.param("tp-ddp", False, 1, "broadcast", marks=pytest.mark.slow),
     ("tp-two-lines", True, 1, "single"),
 ]
 
@@ -90,10 +89,7 @@ def _local_bytes(tensor: Tensor) -> int:
         ("1d-two-lines", False, False),
         ("1d", True, True),
         ("ddp-2", False, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("hsdp", False, True), ("tp-fsdp", False, False), ("hsdp", True, True))
-        ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hsdp", True, True), ("tp-fsdp", False, False))),
     ],
 )
 @on_ranks("layout")

@@ -39,11 +39,14 @@ def _world_of(layout: str) -> int:
     return 1 if layout == "single" else LAYOUTS[layout].world
 
 
-def on_ranks(size: int | str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(
+    size: int | str | None = None, fixture: str = "ranks", **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make ``test(rank, world, …)`` run on every rank of a group.
 
     Args:
         size: of the group; or what the test calls the layout that it is given; None where it is parametrized by world.
+        fixture: that has the pool.
         options: of the pool's call, such as what every rank must raise.
     """
 
@@ -52,12 +55,13 @@ def on_ranks(size: int | str | None = None, **options: Any) -> Callable[[Callabl
         assert (rank.name, world.name) == ("rank", "world"), body.__qualname__
 
         @wraps(body)
-        def test(ranks: RankPool, **given: Any) -> None:
+        def test(**given: Any) -> None:
+            ranks: RankPool = given.pop(fixture)
             number = _world_of(given[size]) if isinstance(size, str) else given.pop("world", size)
             ranks(number, _Body(body), *(given[p.name] for p in others), **options)
 
-        fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        shown = [fixture, *others] if size else [fixture, world, *others]
+        pool = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        shown = [pool, *others] if size else [pool, world, *others]
         test.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         return test
 

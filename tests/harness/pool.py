@@ -31,7 +31,6 @@ MAX_WORLD = 4
 BOOT_SECONDS = 90.0  # starting a worker: one import of torch on a busy machine
 FAILURE_GRACE_SECONDS = 3.0  # after the first failure, for the other ranks to report theirs
 CLEANUP_SECONDS = 20.0
-COLLECTIVE_SECONDS = 30.0
 OUTPUT_TAIL_CHARACTERS = 6000
 DEATH = "WorkerDied"
 HANG = "WorkerHung"
@@ -91,7 +90,6 @@ class RankPool:
         fn: Callable[..., Any],
         *args: Any,
         timeout: float = 60.0,
-        pg_timeout: float = COLLECTIVE_SECONDS,
         fresh: bool = False,
         expect: type[BaseException] | None = None,
         match: str = "",
@@ -101,22 +99,22 @@ class RankPool:
         With `expect`, every rank must raise that exception, with a message in which `match` (a regular
         expression) is found; the outcomes are returned.
 
-        With `fresh`, or another time limit of collectives, the call gets groups that no other call has used or will,
-        and no other groups exist meanwhile: what ends the default group, or counts groups, asks for it.
+        With `fresh` the call gets groups that no other call has used or will, and no other groups exist meanwhile:
+        what ends the default group, or counts groups, asks for it.
 
         Raises:
             RankFailure: a rank raised, died, did not end within `timeout` seconds, or (with `expect`)
                 did not raise as expected.
         """
         if expect is not None:
-            outcomes, _ = self.run(world, fn, args, timeout, pg_timeout, fresh, grace=None)
+            outcomes, _ = self.run(world, fn, args, timeout, fresh, grace=None)
             wrong = [o for o in outcomes if not (o.raised(expect) and re.search(match, o.message))]
             if wrong:
                 pattern = f" matching {match!r}" if match else ""
                 title = f"ranks {[o.rank for o in wrong]} did not raise {expect.__name__}{pattern}"
                 raise RankFailure(_describe(title, outcomes))
             return list(outcomes)
-        outcomes, first = self.run(world, fn, args, timeout, pg_timeout, fresh, grace=FAILURE_GRACE_SECONDS)
+        outcomes, first = self.run(world, fn, args, timeout, fresh, grace=FAILURE_GRACE_SECONDS)
         if first is not None:
             self.close()
             verb = {HANG: f"hung for {timeout:g} s", DEATH: "died"}.get(first.error or "", "raised")
@@ -142,7 +140,6 @@ class RankPool:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         timeout: float,
-        pg_timeout: float,
         fresh: bool,
         grace: float | None,
     ) -> tuple[list[Outcome], Outcome | None]:
@@ -157,9 +154,8 @@ class RankPool:
         try:
             self.grow(world)
             assert self.store is not None
-            alone = fresh or pg_timeout != COLLECTIVE_SECONDS
             number, generation = next(self.calls), self.generations[world]
-            header = Call(sys.path, world, number, generation, alone, self.store.port, pg_timeout)
+            header = Call(sys.path, world, number, generation, fresh, self.store.port)
             for worker in self.workers[:world]:
                 os.truncate(worker.log, 0)
                 worker.connection.send_bytes(pickle.dumps(header))
@@ -169,7 +165,7 @@ class RankPool:
                 self.close()
             else:
                 intact = self.release(world, fn)
-                if alone or not intact:
+                if fresh or not intact:
                     self.generations.update(range(1, self.most + 1))
                 elif not all(outcome.ok for outcome in outcomes):
                     self.generations[world] += 1

@@ -27,6 +27,7 @@ import torch.distributed.tensor.debug
 from torch.distributed.device_mesh import DeviceMesh
 
 _WORLD: Any = c10d._world  # where torch keeps its groups
+COLLECTIVE_SECONDS = 30.0
 _NAMES_PER_CALL = 1000  # torch names groups by a counter; groups of other calls have other names
 
 
@@ -60,7 +61,6 @@ class Call:
     generation: int
     alone: bool
     port: int
-    timeout: float
 
 
 class OneThreadGloo(c10d.ProcessGroupGloo):  # type: ignore[name-defined, misc]
@@ -172,7 +172,7 @@ class _Groups:
         _WORLD.group_count = 0 if call.alone else call.number * _NAMES_PER_CALL
         self.current = self.environments.get(call.world)
         if self.current is None:
-            limit = timedelta(seconds=call.timeout)
+            limit = timedelta(seconds=COLLECTIVE_SECONDS)
             client = dist.TCPStore("127.0.0.1", call.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
             store = dist.PrefixStore(f"call{call.number}", client)  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=rank, world_size=call.world, timeout=limit)

@@ -53,7 +53,11 @@ def test_explicit_coefficients_repeat_or_mean_themselves():
 
 
 @pytest.mark.parametrize(
-    "bad", ["keller", (), (1.0, 2.0), ((1.0, 2.0),), (1.0, 2.0, float("nan")), ((1, 2, 3), 4), 3.0, None]
+    "bad",
+    [
+        *("keller", (), (1.0, 2.0), ((1.0, 2.0),), ((1, 2, 3), 4), 3.0, None),
+        *((1.0, number, 0.5) for number in (10**400, -(10**400), float("inf"), float("nan"))),
+    ],
 )
 def test_malformed_coefficients_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=r"coefficients=.*polar_express"):
@@ -107,9 +111,3 @@ def test_a_default_device_of_the_users_changes_nothing():
         found = [orthogonalize(x, coefficients=preset) for preset in ("you", "squares")]
     assert len(sequence) == steps
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("number", [10**400, -(10**400), float("inf"), float("nan")])
-def test_numbers_that_no_float_has_are_refused(number):
-    with pytest.raises(ValueError, match="is no sequence of finite"):
-        coefficient_sequence((1.0, number, 0.5), 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -50,8 +52,7 @@ def launch(recorder, name, size=4096, *, aligned=True, offset=0, number=0.9):
     return recorder.kernels[-1]
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(("name", "arch"), zip(COMPILED, cycle((80, 90, 100)), strict=False))
 def test_aligned_kernels_move_16_bytes_at_a_time_and_do_not_spill(name, arch):
     kernel, _, _, loads, stores = COMPILED[name]
     compiled = resources(launch(Recorder(kernel, arch), name, 2**31 if "64-bit" in name else 4096))

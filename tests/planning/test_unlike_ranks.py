@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch.nn as nn
 from harness.assertions import assert_same_tensors
-from harness.network import shard_blocks
 from harness.on_ranks import of_all_ranks, on_ranks
-from harness.toy import OPTIONS, build, trained
+from harness.topologies import lay
+from harness.toy import build, trained
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
@@ -86,30 +85,20 @@ def loads(found: dmuon.OwnerPlan) -> list[int]:
 
 @on_ranks(2)
 def test_both_residencies_give_a_slow_rank_less_and_train_to_the_same_weights(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    expected = build()
-    even = dmuon.dedicate_params(expected, mesh, costs="flops")
-    model = build()
-    found = dmuon.dedicate_params(model, mesh, costs="flops", ranks=[1.0, 1 / 3])
-    sharded = build()
-    shard_blocks(sharded, mesh)
-    config = dmuon.create_dtensor_config(costs="flops", ranks=[1, 1 / 3])
-    exchanged = dmuon.Muon(sharded, distributed_config=config, **OPTIONS).exchanged()
-    assert abs(loads(even)[1] / sum(loads(even)) - 1 / 2) < 0.1
-    assert abs(loads(found)[1] / sum(loads(found)) - 1 / 4) < 0.1
+    even, uneven = (lay("1d-two-lines", build(), ranks=speeds).model for speeds in (None, [1.0, 1 / 3]))
+    shares = [of_ranks[1] / sum(of_ranks) for of_ranks in (loads(dedications(m)[0].plan) for m in (even, uneven))]
+    assert shares == pytest.approx([1 / 2, 1 / 4], abs=0.1)
+    exchanged = lay("fsdp2-2", build(), ranks=[1, 1 / 3]).optimizer().exchanged()
     assert sum(one.owner == 1 for one in exchanged) / len(exchanged) < 0.35
-    assert_same_tensors(trained(model, rank, world), trained(expected, rank, world))
+    assert_same_tensors(trained(uneven, rank, world), trained(even, rank, world))
 
 
 @on_ranks(2)
 def test_speeds_that_ranks_do_not_agree_on_are_refused_on_all(rank: int, world: int) -> None:
     """Of a dedicated model: tests/dedicated/test_refusals.py."""
-    mesh = init_device_mesh("cpu", (world,))
-    model: nn.Module = build()
-    fully_shard(model, mesh=mesh)
-    config = dmuon.create_dtensor_config(costs="flops", ranks=[1.0, 0.5] if rank else None)
+    laid = lay("fsdp2-2", build(), ranks=[1.0, 0.5] if rank else None)
     with pytest.raises(ValueError, match=r"rank 1 was given ranks=\[1.0, 0.5\], and rank 0 ranks=None"):
-        dmuon.Muon(model, distributed_config=config, **OPTIONS)
+        laid.optimizer()
 
 
 def test_names_that_are_gone_say_what_to_write_instead() -> None:

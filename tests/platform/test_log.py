@@ -5,17 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.nn as nn
 from harness.heard import recorded
 from harness.on_ranks import on_ranks
+from harness.topologies import LAYOUTS, lay
 from harness.toy import OPTIONS, build, train
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 
@@ -26,27 +22,15 @@ def texts(records: list[logging.LogRecord], level: int) -> list[str]:
     return [record.getMessage() for record in records if record.levelno == level]
 
 
-def laid(way: str, world: int) -> tuple[nn.Module, dmuon.Muon]:
-    model: Any = build()
-    mesh = init_device_mesh("cpu", (world,))
-    if way == "dedicated":
-        dmuon.dedicate_params(model, mesh, costs="flops")
-        return model, dmuon.Muon(model, **OPTIONS)
-    if way == "sharded":
-        fully_shard(model, mesh=mesh)
-        return model, dmuon.Muon(model, distributed_config=dmuon.create_dtensor_config(costs="flops"), **OPTIONS)
-    model = DistributedDataParallel(model)
-    return model, dmuon.Muon(model, **OPTIONS)
-
-
-@pytest.mark.parametrize("way", ["dedicated", "sharded", "ddp"])
+@pytest.mark.parametrize("layout", ["1d-two-lines", "fsdp2-2", "ddp"])
 @on_ranks(2)
-def test_one_rank_says_once_what_is_owned_or_exchanged_and_at_what_cost(rank: int, world: int, way: str) -> None:
+def test_one_rank_says_once_what_is_owned_or_exchanged_and_at_what_cost(rank: int, world: int, layout: str) -> None:
     with recorded(logging.INFO) as records:
-        model, optimizer = laid(way, world)
-        train(model, optimizer, range(1), rank, world)
+        laid = lay(layout, build())
+        optimizer = laid.optimizer()
+        laid.train(optimizer, range(1))
         count = len(records)
-        train(model, optimizer, range(1, 4), rank, world)
+        laid.train(optimizer, range(1, 4))
     said = texts(records, logging.INFO)
     assert len(records) == count, "nothing step by step"
     assert all(record.name.startswith("dmuon.") and record.rank == rank for record in records)
@@ -56,12 +40,12 @@ def test_one_rank_says_once_what_is_owned_or_exchanged_and_at_what_cost(rank: in
     assert all(text.startswith("rank 0: ") for text in said)
     elements = sum(p.numel() for name, p in build().named_parameters() if p.ndim == 2 and "blocks" in name)
     [what] = [text for text in said if f"9 matrices of {elements:,} elements over 2 ranks" in text]
-    assert ("dedicated" in what) == (way == "dedicated") and ("exchange" in what) == (way != "dedicated")
+    is_dedicated = LAYOUTS[layout].dedicated
+    assert ("dedicated" in what) == is_dedicated and ("exchange" in what) != is_dedicated
     times = re.search(r"([\d.]+) ms on the slowest, ([\d.]+) ms on average", what)
     assert times is not None and float(times[1]) >= float(times[2]) >= float(times[1]) / world
-    assert way == "ddp" or "estimated from FLOPs" in what
-    counts = {"dedicated": (9, 0), "sharded": (0, 9), "ddp": (0, 9)}[way]
-    owns, exchanges = counts
+    assert layout == "ddp" or "estimated from FLOPs" in what
+    owns, exchanges = (9, 0) if is_dedicated else (0, 9)
     assert any(
         f"{owns} parameters that dmuon owns, {exchanges} that other layouts shard or replicate and 0 that" in text
         for text in said

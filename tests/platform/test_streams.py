@@ -31,18 +31,11 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nccl")
-def test_options_agree_with_the_group_about_its_timeout() -> None:
-    """Otherwise torch warns, once for each group."""
-    options: Any = group_options("cuda", False, timedelta(minutes=30))
-    assert options._timeout == timedelta(minutes=30)
-    assert not options.is_high_priority_stream
-
-
-@pytest.mark.usefixtures("nccl")
-def test_what_is_asked_for_is_handed_on() -> None:
-    options: Any = group_options("cuda", True, timedelta(seconds=7))
-    assert options._timeout == timedelta(seconds=7)
-    assert options.is_high_priority_stream
+@pytest.mark.parametrize(("is_first", "timeout"), [(False, timedelta(minutes=30)), (True, timedelta(seconds=7))])
+def test_options_are_what_is_asked_for(is_first: bool, timeout: timedelta) -> None:
+    """With another timeout than the group's torch warns, once for each group."""
+    options: Any = group_options("cuda", is_first, timeout)
+    assert (options.is_high_priority_stream, options._timeout) == (is_first, timeout)
 
 
 def test_other_back_ends_have_none() -> None:

@@ -17,10 +17,10 @@ from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_p
 
 __all__ = ["Unbuildable", "library"]
 
-SOURCES = ("device", "operators", "collectives")
 FLAGS = ("-std=c++20", "-O0", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}")
-LIBRARIES = ("c10", "torch", "torch_cpu")
+LIBRARIES = ("-lc10", "-ltorch", "-ltorch_cpu")
 HERE = Path(__file__).parent
+SOURCES = [HERE / f"{name}.cpp" for name in ("device", "operators", "collectives")]
 FOLDER = HERE.parents[1] / "build" / "pretend"
 
 
@@ -41,39 +41,28 @@ def library() -> Path:
     if compiler is None:
         raise Unbuildable(f"there is no C++ compiler: {get_cxx_compiler()!r} is not found; install g++, or set CXX")
     FOLDER.mkdir(parents=True, exist_ok=True)
+    texts = (path.read_text() for path in (HERE / "pretend.h", *SOURCES))
+    made_of = "\0".join((torch.__version__, compiler, *FLAGS, *texts))
+    target = FOLDER / f"pretend-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several pytest processes; the kernel releases it when its holder dies
-        objects = [_compiled(compiler, name) for name in SOURCES]
-        target = FOLDER / f"pretend-{_digest(*(path.stem for path in objects))}.so"
         if not target.exists():
-            paths = [flag for folder in library_paths() for flag in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
-            _run(target, [compiler, "-shared", *map(str, objects), *paths, *(f"-l{name}" for name in LIBRARIES)])
+            _compile(compiler, target)
     return target
 
 
-def _compiled(compiler: str, name: str) -> Path:
-    source = HERE / f"{name}.cpp"
-    header = (HERE / "pretend.h").read_text()
-    digest = _digest(torch.__version__, compiler, *FLAGS, header, source.read_text())
-    target = FOLDER / f"{name}-{digest}.o"
-    if not target.exists():
-        includes = [flag for folder in include_paths() for flag in ("-isystem", folder)]
-        _run(target, [compiler, *FLAGS, *includes, "-c", str(source)])
-    return target
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _run(target: Path, command: list[str]) -> None:
+def _compile(compiler: str, target: Path) -> None:
     """Make ``target``, whole or not at all."""
     begin = time.monotonic()
     unfinished = target.with_suffix(".unfinished")
-    done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, errors="replace")
+    includes = [flag for folder in include_paths() for flag in ("-isystem", folder)]
+    paths = [flag for folder in library_paths() for flag in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
+    command = [compiler, "-shared", *FLAGS, *includes, "-x", "c++", "-", *paths, *LIBRARIES, "-o", str(unfinished)]
+    sources = "".join(f'#include "{path}"\n' for path in SOURCES)  # headers of torch are read once
+    done = subprocess.run(command, input=sources, capture_output=True, text=True, errors="replace")
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         said = "\n".join(lines[:10])
-        raise Unbuildable(f"{' '.join(command[:1])} fails on {target.stem} with torch {torch.__version__}:\n{said}")
+        raise Unbuildable(f"{compiler} fails on the pretended device with torch {torch.__version__}:\n{said}")
     os.replace(unfinished, target)
     print(f"built {target.name} in {time.monotonic() - begin:.0f} s", file=sys.stderr)

@@ -10,7 +10,7 @@ import pytest
 from harness.pool import RankPool
 
 from pretend.build import Unbuildable, library
-from pretend.ranks import on_device
+from pretend.module import on_device
 
 CALL_SECONDS = 100.0
 

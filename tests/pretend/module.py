@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.inside import default_store, limit_of
 
 NAME = "pretend"
 
@@ -45,6 +46,21 @@ def _backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dis
     gloo: Any = dist.distributed_c10d.ProcessGroupGloo  # type: ignore[attr-defined]
     named: dist.ProcessGroup = type("Pretended", (gloo,), {"name": lambda _self: NAME})(store, rank, size, timeout)
     return named
+
+
+def on_device(rank: int, world: int, path: Path, program: Callable[..., Any], *args: Any) -> Any:
+    """``program(rank, world, *args)`` in groups that communicate tensors of both devices.
+
+    Called by the pool of ranks, in workers that have run nothing but this: autograd makes one thread for each device
+    at the first backward of a process.
+    """
+    load(path)
+    set_device(rank)
+    store = dist.PrefixStore(NAME, default_store())
+    limit = limit_of(dist.group.WORLD)
+    dist.destroy_process_group()
+    dist.init_process_group(f"cpu:gloo,{NAME}:{NAME}", store=store, rank=rank, world_size=world, timeout=limit)
+    return program(rank, world, *args)
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.assertions import assert_same_tensors, relative_errors
 from harness.dtensors import local_tensor
-from harness.inside import buckets_of
 from harness.network import Block, full_state
+from harness.on_ranks import on_ranks
 from harness.topologies import LAYOUTS, lay
-from harness.toy import OPTIONS, SIZE, VOCAB, WIDTH, batch, build, train
+from harness.toy import OPTIONS, SIZE, WIDTH, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,7 +31,7 @@ from dmuon.kernels import choose_variant, step_variant, variant
 from dmuon.platform.streams import HostCopy, PhaseTimer
 from dmuon.platform.torch_private import current_backward
 
-Ranks = Callable[..., list[Any]]
+on_device_ranks = partial(on_ranks, fixture="device_ranks")
 DEVICES = ("cpu", "pretend")
 STEPS = 3
 FP32: dict[str, Any] = {"ns_dtype": torch.float32}  # half precision elsewhere than on the CPU, unless one says so
@@ -70,75 +71,58 @@ def weights(name: str, device: str, keep: bool, micro: int, muon: dict[str, Any]
     return found, overlapped
 
 
-def compare(_rank: int, _world: int, name: str, keep: bool, micro: int, muon: Any, comm: Any) -> tuple[list[int], Any]:
-    """Batches that were orthogonalized during backward on the device, and what differs there, by name."""
-    with one_form():
-        (expected, before), (found, after) = (weights(name, device, keep, micro, muon, comm) for device in DEVICES)
-    assert before == after
-    assert found.keys() == expected.keys()
-    wrong = {n: float((found[n] - t).abs().max()) for n, t in expected.items() if not torch.equal(found[n], t)}
-    return after, wrong
-
-
 OVERLAP = {"overlap_backward": True}
-HOST, HALF = {"momentum_device": "cpu"}, {"momentum_dtype": torch.bfloat16}
-ON_SPHERE = {"weight_decay_mode": "hyperball"}
-CASES = {
+HOST, MASTERS = {"momentum_device": "cpu"}, {"master_weights": "cpu"}
+MEMBER = {"second_moment": "element", "weight_decay_mode": "hyperball"}
+# Layout, whether whole weights stay, micro-batches, and options of the optimizer and of communication.
+CASES: dict[str, tuple[str, bool, int, dict[str, Any], dict[str, Any]]] = {
     **{f"{name} overlap": (name, False, 1, OVERLAP, {}) for name in ("1d", "ddp-2", "hsdp", "tp-fsdp")},
-    **{f"{name} after backward": (name, False, 1, {}, {}) for name in ("1d-1", "1d-two-lines", "hsdp")},
-    **{f"{name}": (name, False, 1, {}, {}) for name in ("fsdp2-1", "fsdp2-2", "fsdp2-hsdp", "fsdp2-tp", "ddp")},
-    "whole weights stay": ("1d-two-lines", True, 1, OVERLAP, {}),
-    "accumulation": ("hsdp-two-lines", False, 2, OVERLAP, {}),
-    "nothing fetched ahead": ("1d-two-lines", False, 1, OVERLAP, {"prefetch": 0}),
-    "two blocks fetched ahead": ("1d-two-lines", False, 1, OVERLAP, {"prefetch": 2}),
-    "parts of one size": ("1d-two-lines", False, 1, OVERLAP, {"transport": "single"}),
+    "whole weights stay, in parts of one size": ("1d-two-lines", True, 1, OVERLAP, {"transport": "single"}),
+    "accumulation, nothing fetched ahead": ("hsdp-two-lines", False, 2, {}, {"prefetch": 0}),
+    "one after the other, two ahead": ("1d-two-lines", False, 1, {}, {"asynchronous": False, "prefetch": 2}),
+    "ddp": ("ddp", False, 1, {}, {}),
+    "members of the family": ("fsdp2-2", False, 1, MEMBER, {}),
     **{
-        f"{name} with momentum on the host": (name, False, 1, muon, {})
+        f"{name} with momentum on the host": (name, False, 1, HOST | muon, {})
         for name, muon in (
-            ("hsdp", HOST),
-            ("1d", HOST | OVERLAP),
-            ("fsdp2-2", HOST),
-            ("fsdp2-tp", HOST | HALF),
-            ("fsdp2-hsdp", HOST | {"second_moment": "row"}),
+            ("hsdp", {}),
+            ("1d", OVERLAP),
+            ("fsdp2-tp", {"momentum_dtype": torch.bfloat16}),
+            ("fsdp2-hsdp", {"second_moment": "row"}),
         )
     },
-    **{
-        f"{name} with masters on the host": (name, False, 1, {"master_weights": "cpu"} | muon, {})
-        for name, muon in (("fsdp2-2", {}), ("fsdp2-hsdp", HOST), ("fsdp2-tp", {"weight_decay_mode": "l2"}))
-    },
-    "members of the family": ("fsdp2-2", False, 1, {"second_moment": "element", **ON_SPHERE}, {}),
-    "one collective after the other": ("1d-two-lines", False, 1, OVERLAP, {"asynchronous": False}),
+    "fsdp2-hsdp with masters and momentum on the host": ("fsdp2-hsdp", False, 1, MASTERS | HOST, {}),
+    "fsdp2-tp with masters on the host": ("fsdp2-tp", False, 1, MASTERS | {"weight_decay_mode": "l2"}, {}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_toy_trains_to_the_bits_of_the_cpu(device_ranks: Ranks, case: str) -> None:
-    name, *how = CASES[case]
-    results = device_ranks(LAYOUTS[name].world, compare, name, *how)
-    assert [wrong for _, wrong in results] == [{}] * LAYOUTS[name].world
-    for overlapped, _ in results:
-        assert all(overlapped) if OVERLAP.items() <= how[2].items() and "tp" not in name else not any(overlapped)
+@pytest.mark.parametrize(("layout", "keep", "micro", "muon", "comm"), CASES.values(), ids=CASES)
+@on_device_ranks("layout")
+def test_the_toy_trains_to_the_bits_of_the_cpu(
+    rank: int, world: int, layout: str, keep: bool, micro: int, muon: dict[str, Any], comm: dict[str, Any]
+) -> None:
+    with one_form():
+        (expected, before), (found, after) = (weights(layout, device, keep, micro, muon, comm) for device in DEVICES)
+    assert_same_tensors(found, expected)
+    assert before == after
+    assert all(after) if OVERLAP.items() <= muon.items() and "tp" not in layout else not any(after)
 
 
-def alone(_rank: int, _world: int) -> dict[str, float]:
+@on_device_ranks(1)
+def test_one_process_trains_to_the_bits_of_the_cpu(rank: int, world: int) -> None:
     found: list[dict[str, Tensor]] = []
     for device in DEVICES:
         model = build().to(device)
         with one_form():
             train(model, dmuon.Muon(model, **OPTIONS, **FP32), range(STEPS))
         found.append({n: t.detach().cpu() for n, t in model.state_dict().items()})
-    expected, here = found
-    return {n: float((here[n] - t).abs().max()) for n, t in expected.items() if not torch.equal(here[n], t)}
+    assert_same_tensors(*found)
 
 
-def test_one_process_trains_to_the_bits_of_the_cpu(device_ranks: Ranks) -> None:
-    assert device_ranks(1, alone) == [{}]
-
-
-def kept_on_the_host(_rank: int, _world: int) -> tuple[dict[str, float], set[str]]:
-    """What differs from training with momentum on the device, half of it after a load; and where momentum is."""
+@on_device_ranks(1)
+def test_momentum_on_the_host_is_saved_and_loaded_there(rank: int, world: int) -> None:
+    """Half of the training comes after a load, and equals that with momentum on the device."""
     found: list[dict[str, Tensor]] = []
-    places: set[str] = set()
     for where in (None, "cpu"):
         model = build().to("pretend")
         optimizer = dmuon.Muon(model, momentum_device=where, **OPTIONS, **FP32)
@@ -148,17 +132,11 @@ def kept_on_the_host(_rank: int, _world: int) -> tuple[dict[str, float], set[str
         optimizer.load_state_dict(saved)
         params = optimizer.param_groups[0]["params"]
         train(model, optimizer, range(STEPS, 2 * STEPS))
-        if where is not None:
-            shown = [optimizer.state[param] for param in params]
-            kept = [of_param for of_param in optimizer.state_dict()["state"].values() if "momentum_buffer" in of_param]
-            places = {of_param["momentum_buffer"].device.type for of_param in (*shown, *kept)}
         found.append({n: t.detach().cpu() for n, t in model.state_dict().items()})
-    expected, here = found
-    return {n: float((here[n] - t).abs().max()) for n, t in expected.items() if not torch.equal(here[n], t)}, places
-
-
-def test_momentum_on_the_host_is_saved_and_loaded_there(device_ranks: Ranks) -> None:
-    assert device_ranks(1, kept_on_the_host) == [({}, {"cpu"})]
+    shown = [optimizer.state[param] for param in params]
+    kept = [of_param for of_param in optimizer.state_dict()["state"].values() if "momentum_buffer" in of_param]
+    assert {of_param["momentum_buffer"].device.type for of_param in (*shown, *kept)} == {"cpu"}
+    assert_same_tensors(*found)
 
 
 # -- what only a device shows -----------------------------------------------------------------------------------------
@@ -185,9 +163,8 @@ class TwoOutputs(nn.Module):
         return total + x.square().mean().cpu()
 
 
-def enter_from_two_threads(_rank: int, world: int) -> int:
-    """How many threads at most were in one hook of a block at once."""
-    torch.manual_seed(0)
+@on_device_ranks(1)
+def test_one_thread_at_a_time_is_in_the_hooks(rank: int, world: int) -> None:
     model = TwoOutputs().to("pretend")
     dmuon.dedicate_params(model, init_device_mesh("pretend", (world,)), costs="flops")
     inside: set[int] = set()
@@ -203,16 +180,9 @@ def enter_from_two_threads(_rank: int, world: int) -> int:
             inside.discard(threading.get_ident())
         original(runtime, *args)
 
-    Runtime._unshard = slowly  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Runtime, "_unshard", slowly):
         model(torch.randn(4, WIDTH, device="pretend")).backward()
-    finally:
-        Runtime._unshard = original  # type: ignore[method-assign]
-    return most
-
-
-def test_one_thread_at_a_time_is_in_the_hooks(device_ranks: Ranks) -> None:
-    assert device_ranks(1, enter_from_two_threads) == [1]
+    assert most == 1
 
 
 def outputs_on_two_devices(rank: int, world: int, on: str) -> dict[str, Tensor]:
@@ -226,45 +196,11 @@ def outputs_on_two_devices(rank: int, world: int, on: str) -> dict[str, Tensor]:
     return {param.fqn: local_tensor(param.grad).cpu() for param in owned if param.grad is not None}
 
 
-def both_outputs(rank: int, world: int) -> list[str]:
+@on_device_ranks(2)
+def test_outputs_on_two_devices_have_the_gradients_of_the_cpu(rank: int, world: int) -> None:
+    """Sums over both branches come in another order."""
     expected, found = (outputs_on_two_devices(rank, world, on) for on in DEVICES)
-    assert found.keys() == expected.keys() and found
-    # Sums over both branches come in another order.
-    return [name for name, grad in expected.items() if float((found[name] - grad).norm() / grad.norm()) > 1e-6]
-
-
-def test_outputs_on_two_devices_have_the_gradients_of_the_cpu(device_ranks: Ranks) -> None:
-    assert device_ranks(2, both_outputs) == [[], []]
-
-
-class HeadOfOneRank(nn.Module):
-    """An auxiliary head, the last parameters and so the first to be averaged, is used on rank 0 only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = build()
-        self.head = nn.Linear(VOCAB, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.body(tokens)
-        return logits.square().mean() + (self.head(logits).square().mean() if dist.get_rank() == 0 else 0)
-
-
-def use_a_head_on_one_rank(_rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    model = HeadOfOneRank().to("pretend")
-    options = dmuon.CommOptions(timeout=timedelta(seconds=5))
-    with buckets_of(64):
-        dmuon.dedicate_params(model, init_device_mesh("pretend", (world,)), costs="flops", comm=options)
-        optimizer = dmuon.Muon(model, **OPTIONS, **FP32)
-        for step in range(4):
-            optimizer.zero_grad()
-            model(batch(step)[0].to("pretend")).backward()
-            optimizer.step()
-
-
-def test_ranks_that_use_different_parameters_make_communicators_in_one_order(device_ranks: Ranks) -> None:
-    device_ranks(2, use_a_head_on_one_rank)
+    assert expected and max(relative_errors(found, expected).values()) <= 1e-6
 
 
 def copy_to_host() -> None:
@@ -277,8 +213,10 @@ def time_a_phase() -> None:
         pass
 
 
-def devices_of_events(_rank: int, _world: int, program: Callable[[], None]) -> set[int]:
-    """On whose streams ``program`` records events while another device than the first is current."""
+@pytest.mark.parametrize("program", [copy_to_host, time_a_phase])
+@on_device_ranks(1)
+def test_events_are_recorded_on_the_device_in_question(rank: int, world: int, program: Callable[[], None]) -> None:
+    """Another one than the first is current meanwhile."""
     module, found = torch.pretend, set()  # type: ignore[attr-defined]
 
     class Recorded(module.Event):  # type: ignore[name-defined,misc]
@@ -289,31 +227,26 @@ def devices_of_events(_rank: int, _world: int, program: Callable[[], None]) -> s
     module.set_device(1)
     with mock.patch.object(module, "Event", Recorded):
         program()
-    return found
+    assert found == {0}
 
 
-@pytest.mark.parametrize("program", [copy_to_host, time_a_phase])
-def test_events_are_recorded_on_the_device_in_question(device_ranks: Ranks, program: Callable[[], None]) -> None:
-    assert device_ranks(1, devices_of_events, program) == [{0}]
+@on_device_ranks(2)
+def test_groups_have_the_back_end_of_their_device_alone(rank: int, world: int) -> None:
+    """gloo would connect all ranks with each other for each group, and nothing would ever be sent over it.
 
-
-def backends(_rank: int, world: int) -> set[str]:
-    """What all groups that dmuon has made were declared with; the default group has gloo besides."""
+    The default group, which dmuon has not made, has it.
+    """
     lay("1d", build().to("pretend"), device=torch.device("pretend")).backward(0)
     world_of = dist.distributed_c10d._world
     declared = {str(group.group_desc): world_of.pg_backend_config[group] for group in world_of.pg_map}
+    found = {back_end for name, back_end in declared.items() if name.startswith("dmuon_")}
     assert "cpu:gloo" in declared["default_pg"]
-    return {back_end for name, back_end in declared.items() if name.startswith("dmuon_")}
+    assert found and not any("gloo" in back_end for back_end in found)
 
 
-def test_groups_have_the_back_end_of_their_device_alone(device_ranks: Ranks) -> None:
-    """gloo would connect all ranks with each other for each group, and nothing would ever be sent over it."""
-    for found in device_ranks(2, backends):
-        assert found and not any("gloo" in back_end for back_end in found)
-
-
-def device_of_objects(_rank: int, world: int) -> list[int]:
-    """Which device is current while objects travel, though another one is when that begins."""
+@on_device_ranks(2)
+def test_objects_travel_by_the_device_of_the_model(rank: int, world: int) -> None:
+    """By the current one, two ranks may meet on one GPU, which NCCL refuses."""
     mine = torch.pretend.current_device()  # type: ignore[attr-defined]
     group = make_group(torch.device("pretend", mine), [range(world)], "objects", None)
     torch.pretend.set_device(1 - mine)  # type: ignore[attr-defined]
@@ -333,9 +266,4 @@ def device_of_objects(_rank: int, world: int) -> list[int]:
     ):
         assert agree(group, None, mine) == [*range(world)]
         assert broadcast_object(mine, group, "a test") == 0
-    return found
-
-
-def test_objects_travel_by_the_device_of_the_model(device_ranks: Ranks) -> None:
-    """By the current one, two ranks may meet on one GPU, which NCCL refuses."""
-    assert device_ranks(2, device_of_objects) == [[True, True]] * 2
+    assert found == [True, True]

@@ -43,9 +43,6 @@ class Gated(Block):
         hidden, aux = super().forward(x), self.gate(x.detach()).square().mean()
         return getattr(self, f"by_{self.way}")(hidden, aux)
 
-    def by_tuple(self, hidden: Tensor, aux: Tensor) -> Any:
-        return hidden, aux
-
     def by_dataclass(self, hidden: Tensor, aux: Tensor) -> Any:
         return Out(hidden, aux)
 
@@ -72,8 +69,6 @@ class Reading(Network):
         for block in self.blocks:
             out = block(x)
             match block.way:
-                case "tuple":
-                    x, found = out
                 case "dataclass":
                     x, found = out.hidden, out.aux
                 case "attribute":

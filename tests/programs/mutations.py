@@ -41,7 +41,7 @@ CLIP_ARGUMENTS = "tests/optimizer/test_clip_arguments.py"
 
 # By what pytest is given to notice them, and by name: lines of the product, in which «old→new» marks the fault.
 FAULTS = {
-    "tests/kernels/test_interpreted_newton_schulz.py -k nearly_singular": {
+    "tests/kernels/interpreted_newton_schulz.py -k nearly_singular": {
         "v_transposed_after_a_restart": "beta=a, out=r, b_symmetric=«False→True»)",
     },
     "tests/kernels/test_newton_schulz.py": {
@@ -218,6 +218,8 @@ def passes(tree: Path, tests: str) -> bool:
     folders = [tree, tree / "tests"]
     path = os.pathsep.join(map(str, folders))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    if "/interpreted_" in tests:
+        environment["TRITON_INTERPRET"] = "1"
     try:
         ended = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS

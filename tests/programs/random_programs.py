@@ -421,7 +421,7 @@ def main(arguments: list[str] | None = None) -> int:
     for first in range(0, len(seeds), CHUNK):
         some = list(seeds[first : first + CHUNK])
         kinds.update(name for seed in some for name in draw_program(seed).passes)
-        found = pool(2, play_all, some, timeout=60 + SECONDS * len(some), pg_timeout=40.0)[0]
+        found = pool(2, play_all, some, timeout=60 + SECONDS * len(some))[0]
         wrong += found
         for line in found:
             print(line, flush=True)

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from unittest import mock
 
 import torch
 from harness.forks import load_all
@@ -369,16 +370,7 @@ def replaced(functions: Mapping[Any, Any]) -> Iterator[None]:
             setattr(module, key, value)
 
 
-@contextmanager
-def _method(kind: type, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Call ``replacement(original, self, …)`` in place of a method."""
+def _method(kind: type, name: str, replacement: Callable[..., Any]) -> Any:
+    """Call ``replacement(original, self, …)`` in place of a method meanwhile."""
     original = getattr(kind, name)
-    own = name in vars(kind)
-    setattr(kind, name, lambda self, *args, **kwargs: replacement(original, self, *args, **kwargs))
-    try:
-        yield
-    finally:
-        if own:
-            setattr(kind, name, original)
-        else:
-            delattr(kind, name)
+    return mock.patch.object(kind, name, lambda self, *args, **kwargs: replacement(original, self, *args, **kwargs))

@@ -7,12 +7,13 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, cast
+from unittest import mock
 
 from torch import Tensor
 
@@ -44,11 +45,13 @@ class Plant:
         function: as ``Class.method``.
         what: the method that is not called, as the source has it; or the attribute that is dropped too early.
         number: among several that read the same.
+        keeps: it is an attribute.
     """
 
     function: str
     what: str
     number: int = 0
+    keeps: bool = False
 
     def __str__(self) -> str:
         return f"{self.what} in {self.function}" + (f" ({self.number})" if self.number else "")
@@ -67,7 +70,7 @@ def plants() -> list[Plant]:
         for number, line in enumerate(lines, 1):
             match = _KEEPS.search(line)
             if match:
-                found.append(Plant(_function_at(path, number), match[1]))
+                found.append(Plant(_function_at(path, number), match[1], keeps=True))
     return found
 
 
@@ -105,17 +108,8 @@ def _text(place: ast.Attribute) -> str:
 def planted(plant: Plant) -> Iterator[None]:
     """Break that place meanwhile."""
     path = next(p for p in sources() if any(name == plant.function for _, name in functions_of(p)))
-    with _dropped(path, plant) if plant.what.startswith("self.") and not _waits(path, plant) else _skipped(path, plant):
+    with _forgotten(path, plant) if plant.keeps else _skipped(path, plant):
         yield
-
-
-def _waits(path: Path, plant: Plant) -> bool:
-    return any(
-        _text(place) == plant.what
-        for node, name in functions_of(path)
-        if name == plant.function
-        for place in _places(node)
-    )
 
 
 @contextmanager
@@ -168,35 +162,23 @@ def _unordered(stream: Any, reads: Sequence[Tensor] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def _dropped(path: Path, plant: Plant) -> Iterator[None]:
-    """Every method of the class that knows the attribute empties it when it returns."""
-    attribute = plant.what.removeprefix("self.")
-    kind_name = plant.function.partition(".")[0]
-    with ExitStack() as stack:
-        for node, name in functions_of(path):
-            if name.startswith(f"{kind_name}.") and any(
-                isinstance(n, ast.Attribute) and n.attr == attribute for n in ast.walk(node)
-            ):
-                kind = getattr(_module(path), kind_name)
-                stack.enter_context(_emptying(kind, node.name, attribute))
+def _forgotten(path: Path, plant: Plant) -> Iterator[None]:
+    """The attribute keeps nothing of what it is given."""
+    kind = getattr(_module(path), plant.function.partition(".")[0])
+    with mock.patch.object(kind, plant.what.removeprefix("self."), _Forgetful(), create=True):
         yield
 
 
-@contextmanager
-def _emptying(kind: type, method: str, attribute: str) -> Iterator[None]:
-    original = vars(kind)[method]
+class _Forgetful:
+    """An attribute that is an empty list, or None, whatever it is set to."""
 
-    def emptying(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            setattr(self, attribute, [] if isinstance(getattr(self, attribute, None), list) else None)
+    is_list = False
 
-    setattr(kind, method, emptying)
-    try:
-        yield
-    finally:
-        setattr(kind, method, original)
+    def __set__(self, _owner: Any, value: Any) -> None:
+        self.is_list = isinstance(value, list)
+
+    def __get__(self, _owner: Any, _kind: type) -> Any:
+        return [] if self.is_list else None
 
 
 def _module(path: Path) -> Any:

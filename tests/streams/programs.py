@@ -69,11 +69,6 @@ class Program:
     def dedicated(self) -> bool:
         return self.layout is not None and LAYOUTS[self.layout].dedicated
 
-    @property
-    def splits(self) -> bool:
-        """Whether dmuon owns matrices that tensor parallelism splits."""
-        return self.layout is not None and self.dedicated and "tp" in dict(LAYOUTS[self.layout].dims)
-
 
 class Single(nn.Module):
     """A block of one matrix."""
@@ -269,22 +264,6 @@ def _accumulate_in_rows(trained: Trained) -> None:
     dmuon.set_requires_all_reduce(trained.model, True)
 
 
-def _step(trained: Trained) -> None:
-    trained.optimizer.step()
-
-
-def _zero(trained: Trained) -> None:
-    trained.optimizer.zero_grad()
-
-
-def _zero_model(trained: Trained) -> None:
-    trained.model.zero_grad()
-
-
-def _clip(trained: Trained) -> None:
-    dmuon.clip_grad_norm_(trained.model.parameters(), 1e-3)
-
-
 def _edit_gradients(trained: Trained) -> None:
     for param in trained.model.parameters():
         if param.grad is not None:
@@ -353,14 +332,14 @@ def _raise(_module: nn.Module, _grad: Any) -> None:
     raise ArithmeticError
 
 
-ACTIONS: dict[str, Callable[[Trained], None]] = {
+ACTIONS: dict[str, Callable[[Trained], Any]] = {
     "backward": _backward,
     "accumulate": _accumulate,
     "accumulate-in-rows": _accumulate_in_rows,
-    "step": _step,
-    "zero": _zero,
-    "zero-model": _zero_model,
-    "clip": _clip,
+    "step": lambda trained: trained.optimizer.step(),
+    "zero": lambda trained: trained.optimizer.zero_grad(),
+    "zero-model": lambda trained: trained.model.zero_grad(),
+    "clip": lambda trained: dmuon.clip_grad_norm_(trained.model.parameters(), 1e-3),
     "edit-gradients": _edit_gradients,
     "rebuild": _rebuild,
     "evaluate": _evaluate,
@@ -451,7 +430,6 @@ PROGRAMS: dict[str, Program] = {
     "overlap": Program("1d-two-lines", f"{T} {T} backward zero-model {T} backward zero {T}", overlap=True, bucket=1000),
     "uneven": Program("1d-two-lines", f"{T} {T}", nccl=True),
     "single": Program("hsdp-two-lines", f"{T} {T} backward step step {T}", model="single"),
-    "tensor": Program("tp-two-lines", f"{T} {T}"),
     "fsdp exchanged": Program("fsdp2-2", f"{T} {T}"),
     "fsdp exchanged half": Program("fsdp2-2", f"{T} {T}", ns_dtype=torch.float16),
     "fsdp replicated": Program("fsdp2-2", f"{T} {T}", strategy="replicated"),
@@ -461,18 +439,13 @@ PROGRAMS: dict[str, Program] = {
     "fsdp sharded": Program("fsdp2-2", f"{T} {T}", strategy="sharded"),
     "hsdp sharded": Program("fsdp2-hsdp", f"{T} {T}", ns_dtype=torch.float16, strategy="sharded"),
     "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),
-    "kept lines": Program("1d-two-lines", f"{T} accumulate {T}", keep=True, overlap=True),
-    "far ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 2}),
-    "not ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 0}),
-    "merged": Program("1d-two-lines", f"{T} {T}", comm={"merge_bytes": 10**6}),
-    "half": Program("1d-two-lines", f"{T} {T}", half=True),
+    "far ahead": Program("1d-two-lines", f"{T} accumulate {T}", half=True, comm={"prefetch": 2}),
+    "not ahead": Program("1d-two-lines", f"accumulate accumulate {T} edit {T}", comm={"prefetch": 0}),
+    "merged": Program("hsdp-two-lines", f"{T} summon {T} backward clip step summon {T}", comm={"merge_bytes": 10**6}),
+    "kept rows": Program("hsdp-two-lines", f"{T} accumulate-in-rows accumulate-in-rows {T} {T}", keep=True),
     "uneven kept": Program("hsdp-two-lines", f"{T} {T}", keep=True, nccl=True),
-    "accumulated": Program("1d-two-lines", f"accumulate accumulate {T} accumulate {T}"),
-    "rows": Program("hsdp-two-lines", f"{T} accumulate-in-rows accumulate-in-rows {T} {T}"),
-    "hsdp": Program("hsdp", f"{T} {T} backward clip step"),
     "hsdp overlap": Program("hsdp-two-lines", f"{T} {T}", overlap=True),
     "ddp": Program("ddp-2", f"{T} {T} step {T}", keep=True),
-    "cp": Program("cp", f"{T} {T}"),
     "tensor fsdp": Program("tp-fsdp", f"{T} {T}"),
     "clipped overlap": Program("1d-two-lines", f"{T} backward clip step zero {T}", overlap=True),
     "edited gradients": Program("1d-two-lines", f"{T} backward edit-gradients step zero {T}", overlap=True),
@@ -481,32 +454,25 @@ PROGRAMS: dict[str, Program] = {
     "two backwards": Program("1d-two-lines", f"{T} backward backward step zero {T}", overlap=True),
     "saved": Program("1d-two-lines", f"{T} save {T} load {T}"),
     "dropped": Program("1d-two-lines", f"{T} save backward zero load {T}", overlap=True),
-    "edited": Program("1d-two-lines", f"{T} edit {T}"),
-    "summoned": Program("hsdp-two-lines", f"{T} summon {T} backward step summon {T}"),
-    "step beside": Program("1d-two-lines", f"{T} {T} backward step@side zero {T}"),
-    "evaluated beside": Program("1d-two-lines", f"{T} {T} evaluate@side {T}"),
+    "evaluated beside": Program("1d-two-lines", f"{T} {T} evaluate@side backward step@side zero {T}"),
     "single beside": Program("hsdp-two-lines", f"{T} {T} evaluate@side {T}", model="single"),
     "failed": Program("1d-two-lines", f"{T} {T} fail {T}", bucket=1000),
     "auxiliary": Program("1d-two-lines", f"{T} {T} {T} {T}", model="auxiliary", bucket=1000),
     "experts": Program("1d-two-lines", f"{T} {T} {T}", model="experts", overlap=True),
     "experts exchanged": Program("fsdp2-2", f"{T} {T}", model="experts"),
     "branches": Program("1d-two-lines", f"{T} {T}", model="branches"),
-    "branches of replicas": Program("hsdp-two-lines", f"{T} {T}", model="branches"),
     "branches of copies": Program("ddp-2", f"{T} {T}", model="branches", bucket=1000),
     "towers": Program("1d-two-lines", f"{T} {T}", keep=True, model="towers", comm={"merge_bytes": 10**6}),
     "saved alone": Program(
         "1d-two-lines", f"backward save-alone step zero {T} {T} {T}", model="auxiliary", bucket=1000
     ),
-    "replayed": Program("1d-two-lines", f"{T} {T}", overlap=True, graphs=32),
     "two optimizers": Program("1d-two-lines", f"{T} {T}", overlap=True, graphs=32, optimizers=2),
     "dropped graphs": Program("1d-two-lines", f"backward clip step zero {T}", overlap=True, graphs=1),
     "regrouped": Program("1d-two-lines", f"backward regroup step zero {T}", overlap=True, graphs=32),
     "hsdp exchanged": Program("fsdp2-hsdp", f"{T} {T}"),
     "hsdp exchanged padded": Program("fsdp2-hsdp", f"{T} {T}", nccl=True),
     "ddp exchanged padded": Program("ddp", f"{T} {T}", nccl=True),
-    "tensor exchanged": Program("tp-alone", f"{T} {T}"),
     "fsdp tensor exchanged": Program("fsdp2-tp", f"{T} {T}"),
-    "ddp exchanged": Program("ddp", f"{T} {T}"),
     "functions": Program(None, f"{T} {T}"),
     "groups exchanged": Program("cp-groups", f"{T} {T}"),
 }

@@ -14,6 +14,7 @@ from itertools import combinations, pairwise
 
 import pytest
 from harness.assertions import assert_equal_weights
+from harness.on_ranks import slowly
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 
@@ -104,13 +105,7 @@ AGREES = Counter(  # on what is averaged, behind the first backward
 )
 WAITS = {True: {"backward": LAST_VOTE}, False: {"step": VOTE}}
 # Whose step reads what the device has computed of gradients in the step before.
-COPIES = (
-    "cp-groups",
-    "ddp",
-    "fsdp2-hsdp",
-    "fsdp2-tp",
-    "tp-alone",
-)
+COPIES = ("cp-groups", "ddp", "fsdp2-hsdp", "fsdp2-tp")
 TRAINING = ("accumulate", "backward", "clip", "evaluate", "regroup", "step", "zero", "zero-model")
 SAVED = "a state dict compares, and waits for, what the next backward would wait for"
 WAITS_BY_DESIGN = {
@@ -159,15 +154,6 @@ def first_difference(journals: Sequence[Sequence[Launched]]) -> str:
     return ""
 
 
-def test_journals_are_compared_on_what_ranks_share() -> None:
-    def journal(*names: str) -> list[Launched]:
-        return [Launched((name, ()), "all_reduce", "here") for name in names]
-
-    assert first_difference([journal("a", "b", "a"), journal("a", "c", "a")]) == ""
-    assert "rank 0 starts" in first_difference([journal("a", "b"), journal("b", "a")])
-    assert "2 collectives, rank 1 1" in first_difference([journal("a", "a"), journal("a")])
-
-
 # -- all of it, program by program ------------------------------------------------------------------------------------
 
 
@@ -182,10 +168,6 @@ def seen(ranks: RankPool) -> Callable[[str], list[Findings]]:
     return cache(partial(observed, ranks))
 
 
-def slowly(name: str, quick: Sequence[str]) -> object:
-    return pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name)
-
-
 def test_unequal_parts_travel_in_one_launch_on_nccl(seen: Callable[[str], list[Findings]]) -> None:
     """As ``transport="auto"`` decides there."""
     for found in seen("uneven"):
@@ -193,7 +175,7 @@ def test_unequal_parts_travel_in_one_launch_on_nccl(seen: Callable[[str], list[F
 
 
 @pytest.mark.pitfall("P62", "P63", "P65")
-@pytest.mark.parametrize("name", [slowly(name, QUICK_PROGRAMS) for name in PROGRAMS])
+@pytest.mark.parametrize("name", [*QUICK_PROGRAMS, *slowly(*(n for n in PROGRAMS if n not in QUICK_PROGRAMS))])
 def test_operations_and_collectives_are_in_order(seen: Callable[[str], list[Findings]], name: str) -> None:
     """Races, waits of the host and the order of collectives are what the tables say, and no less."""
     program, findings = PROGRAMS[name], seen(name)
@@ -209,15 +191,8 @@ def test_operations_and_collectives_are_in_order(seen: Callable[[str], list[Find
 @pytest.mark.parametrize(
     "name",
     [
-        slowly(name, ["uneven"])
-        for name in (
-            "uneven",
-            "uneven kept",
-            "hsdp overlap",
-            "hsdp exchanged",
-            "hsdp exchanged padded",
-            "ddp exchanged padded",
-        )
+        "uneven",
+        *slowly("uneven kept", "hsdp overlap", "hsdp exchanged", "hsdp exchanged padded", "ddp exchanged padded"),
     ],
 )
 def test_weights_on_pretended_streams_are_those_of_a_single_process(
@@ -229,7 +204,7 @@ def test_weights_on_pretended_streams_are_those_of_a_single_process(
         assert_equal_weights(found.weights, reference_weights(steps=steps))
 
 
-@pytest.mark.parametrize("name", [slowly(name, ["lines"]) for name in ("lines", "tensor fsdp", "hsdp exchanged")])
+@pytest.mark.parametrize("name", ["lines", *slowly("tensor fsdp", "hsdp exchanged")])
 def test_communicators_are_first_used_when_they_are_made(seen: Callable[[str], list[Findings]], name: str) -> None:
     """A back end connects on first use, which blocks the host until the other ranks come.
 
@@ -361,7 +336,7 @@ def test_whoever_waits_has_a_plant() -> None:
     assert (PLANTS.keys() | HARMLESS.keys()) - places == set(), "plants without a place"
 
 
-@pytest.mark.parametrize("place", [slowly(place, QUICK_PLANTS) for place in PLANTS])
+@pytest.mark.parametrize("place", [*QUICK_PLANTS, *slowly(*(p for p in PLANTS if p not in QUICK_PLANTS))])
 def test_a_planted_bug_is_found(ranks: RankPool, place: str) -> None:
     plant = next(plant for plant in plants.plants() if str(plant) == place)
     races = pairs(observed(ranks, PLANTS[place], plant))

@@ -1,4 +1,4 @@
-"""The fused passes of the Muon update: what they compute, in Triton's interpreter."""
+"""The fused passes of the Muon update: what they compute, in Triton's interpreter; run by ``test_interpreted.py``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dmuon.kernels import (
     apply_update_,
@@ -72,12 +69,10 @@ MOMENTUM_CASES = {
     "bf16 out": MomentumCase(out=torch.bfloat16),
     "bf16 gradients": MomentumCase(grad=torch.bfloat16),
     "fp16 gradients": MomentumCase(grad=torch.float16),
-    "two tiles": MomentumCase(shape=(40, 60)),
     "whole tiles": MomentumCase(shape=(64, 64)),
     "unaligned": MomentumCase(offset=1),
     "unaligned, ragged, bf16": MomentumCase(offset=1, shape=(37, 61), grad=torch.bfloat16, out=torch.bfloat16),
     "one row": MomentumCase(shape=(1, 2049)),
-    "one element": MomentumCase(shape=(1, 1), k=1),
     "many of one element": MomentumCase(shape=(1, 1), k=9, out=torch.float32),
     "1e-30": MomentumCase(magnitude=1e-30),
     "1e30": MomentumCase(magnitude=1e30),
@@ -85,7 +80,6 @@ MOMENTUM_CASES = {
     "1e37 fp32 out": MomentumCase(magnitude=1e37, out=torch.float32),
     "eps": MomentumCase(magnitude=1e-9, eps=1e-3, out=torch.float32),
     "zero": MomentumCase(special="zero"),
-    "zero, eps": MomentumCase(special="zero", eps=1e-7),
     "nan": MomentumCase(special="nan", shape=(40, 60)),
     "inf": MomentumCase(special="inf", nesterov=False),
     "both infinities": MomentumCase(special="infs"),
@@ -105,7 +99,6 @@ APPLY_CASES = {
     "unaligned": ApplyCase(offset=1),
     "whole tiles": ApplyCase(shape=(64, 64)),
     "one row": ApplyCase(shape=(1, 2049)),
-    "one element": ApplyCase(shape=(1, 1), k=1),
     "many of one element": ApplyCase(shape=(1, 1), k=9),
 }
 
@@ -221,7 +214,7 @@ def run_single(case: MomentumCase, grad: Tensor, row: Tensor) -> tuple[Tensor, T
 
 
 QUICK_PARTS = ("default", "unaligned, ragged, bf16", "both infinities")
-SLOW_PARTS = ("no nesterov", "two tiles", "one element", "1e-36 fp32 out", "1e37 fp32 out", "zero", "spread")
+SLOW_PARTS = ("no nesterov", "1e37 fp32 out", "zero", "spread")
 
 
 @pytest.mark.pitfall("P32", "P35", "P38", "P39", "P44", "P45")

@@ -1,4 +1,4 @@
-"""The symmetric-product kernel: its results in Triton's interpreter.
+"""The symmetric-product kernel: its results in Triton's interpreter; run by ``test_interpreted.py``.
 
 Close to fp64, symmetric and repeatable bitwise, inputs untouched, and what else a test claims.
 """
@@ -9,9 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,24 +38,7 @@ def _root(indices, roots, COUNT: tl.constexpr):
     tl.store(roots + offsets, triangular_root(tl.load(indices + offsets)))
 
 
-@triton.jit
-def _count(out, stop):
-    for index in tl.range(0, stop):
-        tl.store(out, index + 1)
-
-
-def fault() -> str:
-    """Why the interpreter, if it is on, does not work: Triton 3.6's with NumPy 2.4 has no loops."""
-    if isinstance(_count, triton.JITFunction):
-        return ""
-    try:
-        _count[(1,)](torch.zeros(1, dtype=torch.int32), 3)
-    except triton.runtime.errors.InterpreterError as error:
-        return f"Triton's interpreter does not work here: {error}"
-    return ""
-
-
-pytestmark = [pytest.mark.pitfall("P43", "P44", "P45"), pytest.mark.skipif(bool(fault()), reason=fault())]
+pytestmark = pytest.mark.pitfall("P43", "P44", "P45")
 
 
 @pytest.fixture(

@@ -1,4 +1,4 @@
-"""Newton–Schulz and the Muon update as they run on a GPU, all kernels together, in Triton's interpreter."""
+"""Newton–Schulz and the Muon update as they run on a GPU, all kernels together; run by ``test_interpreted.py``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 import zoo
+from harness.on_ranks import slowly
 from zoo import gaussian, relative
 
 from dmuon.kernels import (
@@ -36,13 +34,6 @@ from dmuon.kernels.symmetric_tiles import TileConfig
 
 TILES = TileConfig(32, 32, 4, 2), TileConfig(32, 32, 4, 2, wide=True)
 HALF, SINGLE = (torch.float16, 2e-2), (torch.float32, 5e-5)
-TILES_AND_DTYPES = [
-    (TILES[0], *SINGLE),
-    (TILES[1], *HALF),
-    pytest.param(TILES[0], *HALF, marks=pytest.mark.slow),
-    pytest.param(TILES[1], *SINGLE, marks=pytest.mark.slow),
-]
-SLOW_SHAPES = (1, 40, 24), (1, 32, 32), (1, 33, 70)
 POLAR = coefficient_sequence("polar_express", 5)
 PASSES = ["momentum_norms", "normalized_update", "apply_update", "momentum_update"]
 
@@ -88,23 +79,22 @@ def products(method: str, restarts: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @pytest.mark.pitfall("P39", "P45", "P47")
 @pytest.mark.parametrize(
-    ("method", "restarts", "shape"),
+    ("tile", "dtype", "limit", "method", "restarts", "shape"),
     [
-        ("gram", (2,), (1, 24, 40)),
-        *(
-            pytest.param(*way, shape, marks=pytest.mark.slow)
-            for way, shape in zip((("standard", ()), ("gram", (2, 4)), ("gram", (2,))), SLOW_SHAPES, strict=True)
+        (TILES[0], *SINGLE, "gram", (2,), (1, 24, 40)),
+        (TILES[1], *HALF, "gram", (2,), (1, 24, 40)),
+        *slowly(
+            (TILES[0], *HALF, "gram", (2, 4), (1, 40, 24)),
+            (TILES[1], *SINGLE, "standard", (), (1, 32, 32)),
+            (TILES[0], *SINGLE, "gram", (2,), (1, 33, 70)),
         ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("tile", "dtype", "limit"), TILES_AND_DTYPES)
 def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product(
-    launches, tiled, shape, dtype, limit, method, restarts, tile
+    launches, tiled, tile, dtype, limit, method, restarts, shape
 ):
     tiled(tile)
-    if tile.wide and any(side * dtype.itemsize % 16 for side in shape[1:]):
-        pytest.skip("descriptors need strides of 16 bytes")
     x = gaussian(*shape)
     kept = x.clone()
     variant = Variant(method, restarts, "triton", 8)
@@ -115,8 +105,11 @@ def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product
     assert torch.equal(ours, orthogonalize(x, variant=variant, dtype=dtype))
 
 
-@pytest.mark.parametrize("shape", [(2, 24, 40), pytest.param((1, 40, 24), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize(("tile", "dtype", "limit"), TILES_AND_DTYPES)
+@pytest.mark.parametrize(
+    ("tile", "dtype", "limit", "shape"),
+    [(TILES[0], *SINGLE, (2, 24, 40)), (TILES[1], *HALF, (2, 24, 40)), *slowly((TILES[0], *HALF, (1, 40, 24)))],
+    ids=str,
+)
 def test_blocks_of_squares_equal_fp64_in_eleven_launches(launches, tiled, shape, dtype, limit, tile):
     """Nine squares, sums included, and two Gram matrices."""
     tiled(tile)

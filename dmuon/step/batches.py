@@ -282,7 +282,7 @@ class Bundle:
 
 
 def make_bundles(batches: Mapping[int, Batch], owned: Collection[int]) -> list[Bundle]:
-    """Bundles of ``batches``, by number in the round; where they are of several, their momentum is new: zeros.
+    """Bundles of ``batches``, by number in the round; those of several parameters have new momentum: zeros.
 
     Args:
         owned: by this rank. They are apart from the others: what it keeps for itself must not keep what it sends.
@@ -290,21 +290,44 @@ def make_bundles(batches: Mapping[int, Batch], owned: Collection[int]) -> list[B
     alike: dict[object, list[int]] = {}
     for number, batch in batches.items():
         kind: object = number
-        if batch.region is None and batch.stacked is not None and 0 < batch.stacked[0].numel() <= _SMALL_PART:
+        if batch.stacked is not None and 0 < batch.stacked[0].numel() <= _SMALL_PART:
             like = batch.stacked[0]
             kind = (like.shape, like.dtype, batch.params[0].dtype, like.device, batch.shape, batch.transposed)
+            if batch.region is not None:  # those of one stack, if they lie next to each other
+                kind = (id(batch.params[0]), replace(batch.region, span=(0, 0)), kind)
         alike.setdefault((kind, number in owned), []).append(number)
     bundles: list[Bundle] = []
     for numbers in alike.values():
-        members = [batches[number] for number in numbers]
-        joint = members[0] if len(members) == 1 else _joined(members)
-        bundles.append(Bundle(tuple(numbers), joint, [batch.count for batch in members], numbers[0] in owned))
+        for some in _next_to_each_other(numbers, batches):
+            members = [batches[number] for number in some]
+            joint = members[0] if len(members) == 1 else _joined(members)
+            bundles.append(Bundle(tuple(some), joint, [batch.count for batch in members], some[0] in owned))
     return bundles
 
 
+def _next_to_each_other(numbers: Sequence[int], batches: Mapping[int, Batch]) -> list[list[int]]:
+    """Longest runs of batches whose matrices follow those of the one before in a stack; all where there is none."""
+    runs = [[numbers[0]]]
+    for number in numbers[1:]:
+        before, region = batches[runs[-1][-1]].region, batches[number].region
+        if before is None or region is None or before.span[1] == region.span[0]:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
 def _joined(batches: Sequence[Batch]) -> Batch:
-    """All of them as one, over one momentum, of which they get theirs."""
+    """All of them as one, over one momentum, of which they get theirs; those of a stack have it."""
     first = batches[0]
+    if first.region is not None:
+        last, numbers = batches[-1].region, [number for batch in batches for number in batch.numbers]
+        assert last is not None, "all are of one stack"
+        region = replace(first.region, span=(first.region.span[0], last.span[1]))
+        momenta, stacked = first.momenta, region.take(first.momenta[0])
+        return Batch(
+            first.params, momenta, first.position, first.shape, region, first.transposed, tuple(numbers), stacked
+        )
     assert first.stacked is not None
     counts = [len(batch.params) for batch in batches]
     like, stored = local_tensor(first.params[0]), first.stacked

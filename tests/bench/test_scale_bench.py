@@ -51,6 +51,11 @@ def test_a_further_matrix_costs_few_calls(bench: ModuleType, residency: str) -> 
         assert more <= most, f"{phase}: {more:.0f} calls for each further matrix"
 
 
+@pytest.mark.slow
+def test_a_stack_of_which_all_ranks_own_some_costs_few_calls(bench: ModuleType) -> None:
+    assert bench.run(bench.EXPERTS, 64, 512, True)["step"].work <= 700 * bench.BLOCKS
+
+
 def test_sizes_that_mean_nothing_are_refused(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--ranks", "1"], ["--ranks", "12"], ["--matrices", "many"], ["--residency", "elsewhere"]):
         with pytest.raises(SystemExit) as exit:

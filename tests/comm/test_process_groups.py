@@ -12,9 +12,9 @@ import torch.distributed as dist
 from harness.checkpoints import start
 from harness.inside import group_names, limit_of
 from harness.on_ranks import on_ranks
-from harness.pool import COLLECTIVE_SECONDS
 from harness.topologies import lay
 from harness.toy import build
+from harness.worker import COLLECTIVE_SECONDS
 
 import dmuon
 from dmuon.comm import process_groups

@@ -52,7 +52,7 @@ def launch(recorder, name, size=4096, *, aligned=True, offset=0, number=0.9):
     return recorder.kernels[-1]
 
 
-@pytest.mark.parametrize(("name", "arch"), zip(COMPILED, cycle((80, 90, 100)), strict=False))
+@pytest.mark.parametrize(("name", "arch"), list(zip(COMPILED, cycle((80, 90, 100)), strict=False)))
 def test_aligned_kernels_move_16_bytes_at_a_time_and_do_not_spill(name, arch):
     kernel, _, _, loads, stores = COMPILED[name]
     compiled = resources(launch(Recorder(kernel, arch), name, 2**31 if "64-bit" in name else 4096))

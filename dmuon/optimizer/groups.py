@@ -382,9 +382,11 @@ def carry_over(
         names: by ``id``; changed.
         specs: of those parameters, by ``id``.
     """
+    known = {key for ids in before for key in ids}
+    held = {id(param) for group in groups for param in group["params"]}
     for group, ids in zip(groups, before, strict=False):
         for param, old in zip(group["params"], ids, strict=False) if len(ids) == len(group["params"]) else ():
-            if id(param) == old:
+            if id(param) in known or old in held:  # they come in another order, or others have left and joined
                 continue
             if id(param) not in names and old in names:
                 names[id(param)] = names.pop(old)

@@ -437,6 +437,7 @@ class Muon(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     @outside_compile
+    @torch.inference_mode(False)  # of what is made in that mode, the next step could change nothing
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, and start publishing what dmuon owns.

@@ -333,6 +333,7 @@ class Muon(torch.optim.Optimizer):
         for known in (self._canonical, self._wrapping.copies):
             for key in left & known.keys():
                 del known[key]
+        self._laid_out = None  # until all is made: what is refused below leaves some as it was
         if self._early is not None:
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]

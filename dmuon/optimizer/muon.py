@@ -243,6 +243,9 @@ class Muon(torch.optim.Optimizer):
         self._built = True
         names = names_in(self.param_groups, self._canonical)
         check_halves(self.param_groups, names)
+        has_moments = any(group.get("second_moment") for group in self.param_groups)
+        if second_moment_beta != USUAL["second_moment_beta"] and not has_moments:
+            raise ValueError("second_moment_beta is for second_moment='row' or 'element': say which, or leave it out")
         for ways in [strategy, *(group[STRATEGY] for group in self.param_groups if STRATEGY in group)]:
             require_fitting("strategy", ways_of(ways), [*names.values(), *self._canonical.values()])
         self._wrapping = Wrapping(params, self.param_groups, by_user=distributed_config is not None)

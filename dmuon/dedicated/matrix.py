@@ -235,7 +235,7 @@ def of_rows(matrix: OwnedMatrix, local: Tensor, fqn: str) -> OwnedMatrix:
     numbers = {part.number for part in matrix.mine}
     placements, full = list(matrix.rest.placements), local.new_empty(local_shape, device="meta")
     if isinstance(matrix.full, DTensor):
-        placements[-1:] = placed_with_one_input(matrix.shape, shape, placements[-1:])
+        placements[-1:] = placed_with_one_input(spec, len(shape), placements[-1:])
         full = as_dtensor(full, matrix.full.device_mesh, placements[-1:], shape)
     rest = owned_tensor(
         local, matrix.rest.device_mesh, shape, fqn=fqn, owners=matrix.rest.owners, placements=placements

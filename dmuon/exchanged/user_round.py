@@ -162,15 +162,18 @@ class UserRound(Round):
             del update
         yield False
 
-        wholes = self._wholes(batches, results, timer)
+        first = FirstError()
+        wholes = self._wholes(batches, results, timer, first)
         updates: dict[int, Tensor | None] = {}
         for number, batch in batches.items():
             whole = wholes.pop(number)
             updates[number] = None
             if whole is not None:
-                updates[number], done = _orthogonalized(group, batch, whole, timer)
-                step.done += done
+                with first:  # of the user's are adjust_lr_fn and orthogonalize
+                    updates[number], done = _orthogonalized(group, batch, whole, timer)
+                    step.done += done
             del whole
+        self._raise(first.error, batches)
         with timer.phase("exchange"):  # not before this rank has computed: the functions may wait for other owners
             for number in batches:
                 whole = updates.pop(number)
@@ -187,11 +190,10 @@ class UserRound(Round):
             apply(group, batch, batch.whole[0], update, timer, scale=1.0)
 
     def _wholes(
-        self, batches: Mapping[int, Batch], gathered: dict[int, object], timer: PhaseTimer
+        self, batches: Mapping[int, Batch], gathered: dict[int, object], timer: PhaseTimer, first: FirstError
     ) -> dict[int, Tensor | None]:
-        """What has been gathered, by number; None where another rank is the owner."""
+        """What has been gathered, by number; None where another rank is the owner, or where ``first`` has a fault."""
         wholes: dict[int, Tensor | None] = {}
-        first = FirstError()
         for number, batch in batches.items():
             with timer.phase("exchange"):
                 with self._named("gather_fn", number):
@@ -199,7 +201,6 @@ class UserRound(Round):
                 wholes[number] = None
                 with first:
                     wholes[number] = self._checked_whole(number, batch.params[0], whole)
-        self._raise(first.error, wholes)
         return wholes
 
     def _checked_whole(self, number: int, param: Tensor, whole: Tensor | None) -> Tensor | None:

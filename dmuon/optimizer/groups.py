@@ -35,6 +35,8 @@ from dmuon.platform.torch_private import local_tensor, unwrapped_for_ddp
 
 _log = logger(__name__)
 
+Remembered = tuple[MatrixSpec, str | None]  # of a parameter, with why Muon cannot train it
+
 
 def param_groups(
     model: nn.Module, select: Select | None = None, exclude: Exclude | None = None
@@ -362,18 +364,18 @@ def names_in(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[int, str
     return named
 
 
-def restore_specs(specs: Iterable[tuple[Tensor, MatrixSpec]]) -> None:
+def restore_specs(specs: Iterable[tuple[Tensor, Remembered]]) -> None:
     """Torch moves a module of DTensors by swapping what they hold, and swaps away what was remembered of them."""
-    for param, spec in specs:
+    for param, remembered in specs:
         if not is_remembered(param):
-            remember_spec(param, spec)
+            remember_spec(param, *remembered)
 
 
 def carry_over(
     groups: Sequence[Mapping[str, Any]],
     before: Sequence[Sequence[int]],
     names: dict[int, str],
-    specs: Mapping[int, MatrixSpec],
+    specs: Mapping[int, Remembered],
 ) -> None:
     """Give a parameter that was put in the place of another one its name and matrices, which are the same.
 
@@ -382,14 +384,16 @@ def carry_over(
         names: by ``id``; changed.
         specs: of those parameters, by ``id``.
     """
+    known = {key for ids in before for key in ids}
+    held = {id(param) for group in groups for param in group["params"]}
     for group, ids in zip(groups, before, strict=False):
         for param, old in zip(group["params"], ids, strict=False) if len(ids) == len(group["params"]) else ():
-            if id(param) == old:
+            if id(param) in known or old in held:  # they come in another order, or others have left and joined
                 continue
             if id(param) not in names and old in names:
                 names[id(param)] = names.pop(old)
             if old in specs:
-                remember_spec(param, specs[old])
+                remember_spec(param, *specs[old])
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:

@@ -19,9 +19,10 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
 from dmuon.layout.matrices import ways_of
-from dmuon.model.matrix_spec import MatrixSpec, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, fault_of, spec_of
 from dmuon.model.routing import Exclude, Select, require_fitting
 from dmuon.optimizer.groups import (
+    Remembered,
     as_group,
     carry_over,
     check_param,
@@ -218,8 +219,8 @@ class Muon(torch.optim.Optimizer):
         self._defaults = {True: defaults, False: adamw}  # of groups, by their ``use_muon``
         self._canonical = names_of(params)  # names by ``id``, as far as they are known
         self._config, self._overlap, self._strategy = distributed_config, overlap_backward, strategy
-        self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
-        self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
+        self._specs: dict[int, Remembered] = {}  # of Muon's parameters, by id
+        self._split: list[tuple[Tensor, Remembered]] = []  # those that are not just one matrix
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
         self._exchange: Exchange | None = None
         self._early: EarlyUpdates | None = None
@@ -242,6 +243,9 @@ class Muon(torch.optim.Optimizer):
         self._built = True
         names = names_in(self.param_groups, self._canonical)
         check_halves(self.param_groups, names)
+        has_moments = any(group.get("second_moment") for group in self.param_groups)
+        if second_moment_beta != USUAL["second_moment_beta"] and not has_moments:
+            raise ValueError("second_moment_beta is for second_moment='row' or 'element': say which, or leave it out")
         for ways in [strategy, *(group[STRATEGY] for group in self.param_groups if STRATEGY in group)]:
             require_fitting("strategy", ways_of(ways), [*names.values(), *self._canonical.values()])
         self._wrapping = Wrapping(params, self.param_groups, by_user=distributed_config is not None)
@@ -332,6 +336,7 @@ class Muon(torch.optim.Optimizer):
         for known in (self._canonical, self._wrapping.copies):
             for key in left & known.keys():
                 del known[key]
+        self._laid_out = None  # until all is made: what is refused below leaves some as it was
         if self._early is not None:
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
@@ -375,8 +380,8 @@ class Muon(torch.optim.Optimizer):
         self._formats = [{name: group.get(name) for name in STATE_OPTIONS} for group in self.param_groups]
         for group in self.param_groups:
             keep_state_of_route(group, self.state)
-        self._specs = {id(p): spec_of(p) for p in muon}
-        self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
+        self._specs = {id(p): (spec_of(p), fault_of(p)) for p in muon}
+        self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != (MatrixSpec(), None)]
         self._residencies, self._rounds = residencies, rounds
         self._deferred = Deferred(fused, blocks_of_fsdp(), self._names) if fused else None
         prefetch = 1 if self._exchange is None else self._exchange.config.prefetch_count
@@ -437,6 +442,7 @@ class Muon(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     @outside_compile
+    @torch.inference_mode(False)  # of what is made in that mode, the next step could change nothing
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, and start publishing what dmuon owns.

@@ -129,7 +129,9 @@ def _rows_of(batch: Batch) -> _Rows:
         thin,
         torch.tensor([row for run in held for row in range(*run)], dtype=torch.int64, device=batch.device),
         first=position == min((sender for sender, runs in senders.items() if runs[out] == held), default=None),
-        joins_squares=parcel.spread.copies > 1 or any(runs[into] != whole[into] for runs in senders.values()),
+        # Also of a rank with no input, which has a copy of the moments.
+        joins_squares=parcel.spread.copies > 1
+        or any(piece.runs[into] != whole[into] for piece in parcel.spread.pieces.values()),
         joins_norms=any(runs[out] != whole[out] for runs in senders.values()),
     )
 

@@ -20,7 +20,7 @@ from dmuon.comm.process_groups import this_rank
 from dmuon.layout.matrices import local_regions
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.topology import position_in
-from dmuon.model.matrix_spec import Names, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, Names, spec_of
 from dmuon.platform.torch_private import contiguous_strides, lies_evenly, local_tensor, share_spec, spec_like
 from dmuon.solver import unmeasured_batch
 from dmuon.step.adamuon import ElementMoments
@@ -114,7 +114,7 @@ class Residency(ABC):
         if key != RowMoments.key or not isinstance(param, DTensor):
             return like_param(param, local)
         shape = spec_of(param).with_one_input(param.shape)
-        placements = placed_with_one_input(param.shape, shape, param.placements)
+        placements = placed_with_one_input(spec_of(param), param.ndim, param.placements)
         strides = contiguous_strides(torch.Size(shape))
         return DTensor.from_local(
             local, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
@@ -173,14 +173,13 @@ class Alone(Residency):
         return [AloneRound(index, batch) for index, of_group in enumerate(batches) for batch in of_group]
 
 
-def placed_with_one_input(
-    shape: Sequence[int], thin: Sequence[int], placements: Sequence[Placement]
-) -> list[Placement]:
-    """Placements of a tensor ``thin``, as those of one of ``shape``: what is cut along inputs has copies."""
+def placed_with_one_input(spec: MatrixSpec, ndim: int, placements: Sequence[Placement]) -> list[Placement]:
+    """Placements of what has one number for each output of a tensor: what is cut along inputs has copies."""
+    of_outputs = spec.with_one_input((2,) * ndim)  # sizes that tell dimensions apart, also where there is one input
     found: list[Placement] = []
     for one in placements:
         dim = getattr(one, "dim", None)
-        found.append(one if dim is None or shape[dim] == thin[dim] else Replicate())
+        found.append(one if dim is None or of_outputs[dim] > 1 else Replicate())
     return found
 
 

@@ -128,6 +128,23 @@ def test_a_step_is_one_vote_and_the_exchanges_that_the_layout_needs(rank: int, w
 # -- ranks that share some --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strategy", ["owner", "full_replication", "fused"])
+@on_ranks(2)
+def test_a_step_in_inference_mode_is_the_same_step(rank: int, world: int, strategy: str) -> None:
+    found = []
+    for mode in (False, True):
+        laid = lay("fsdp2-2", build())
+        optimizer = laid.optimizer(strategy=strategy)
+        for step in range(3):
+            optimizer.zero_grad()
+            laid.backward(step)
+            with torch.inference_mode(mode and step != 1):
+                optimizer.step()
+        optimizer.flush()
+        found.append(full_state(laid.network))
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @on_ranks(3)
 def test_ranks_that_share_some_matrices_with_some_ranks(rank: int, world: int, prefetch: int) -> None:

@@ -222,6 +222,16 @@ def test_parameters_that_take_the_place_of_others_are_split_as_they_were() -> No
     weights.check(optimizer)
 
 
+def test_parameters_that_come_in_another_order_are_split_as_they_were() -> None:
+    weights = Weights()
+    for i, split in enumerate(SPLITS):
+        weights.add(i, split.shape, split=split)
+    optimizer = weights.optimizer(None)
+    optimizer.param_groups[0]["params"].reverse()
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+
+
 def test_matrices_of_one_shape_that_are_stored_otherwise_have_rates_of_their_own() -> None:
     """``(in, out)`` beside ``(out, in)``: a rate that depends on which side is the output."""
     plain, stored = nn.Parameter(torch.ones(4, 9)), nn.Parameter(torch.ones(4, 9))

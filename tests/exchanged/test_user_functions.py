@@ -330,6 +330,20 @@ def test_a_fault_of_a_function_ends_all_ranks(rank: int, world: int, name: str, 
         stepped(rank, world, config, [(6, 4)] * 4, cut=True)
 
 
+def rate_of_small_ones(shape: Any) -> float:
+    if max(shape) > 5:
+        raise ArithmeticError(f"no rate for {tuple(shape)}")
+    return 1.0
+
+
+@on_ranks(2, timeout=20)
+def test_a_rate_that_its_owner_cannot_tell_ends_all_ranks(rank: int, world: int) -> None:
+    """That is asked for shapes that other ranks do not know."""
+    config = DistributedConfig(lambda params, state: {0: 1}, gather, scatter, {}, prefetch_count=0)
+    with pytest.raises(ArithmeticError if rank == 1 else RuntimeError, match=r"no rate for \(6, 4\)"):
+        stepped(rank, world, config, [(6, 4)], cut=True, adjust_lr_fn=rate_of_small_ones)
+
+
 # -- flat shards: what a matrix is only the functions know ----------------------------------------------------------
 
 

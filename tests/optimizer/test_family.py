@@ -25,7 +25,7 @@ from harness.toy import CPU, DECAY, LR, OPTIONS, batch, build, take_steps, train
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dmuon
 from dmuon import MatrixSpec, create_dtensor_config
@@ -332,6 +332,25 @@ def test_one_number_for_each_output_or_element_is_state(rank: int, world: int, k
     optimizer.param_groups[0]["second_moment"] = None
     with pytest.raises((RuntimeError, ValueError), match="second_moment of group 0 was edited"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["owner", "sharded", "replicated"])
+@on_ranks(2)
+def test_a_rank_without_an_input_has_the_moments_of_all_rows(rank: int, world: int, strategy: str) -> None:
+    """Of two ranks one has the only input, and both have a copy of one number for each output."""
+    mesh, gradient = init_device_mesh("cpu", (world,)), torch.arange(1.0, 7.0).view(6, 1)
+    whole, cut = nn.Parameter(torch.zeros(6, 1)), nn.Parameter(distribute_tensor(torch.zeros(6, 1), mesh, [Shard(1)]))
+    moments = []
+    for param, options in ((whole, {}), (cut, {"strategy": strategy})):
+        group = {"params": [param], "use_muon": True, "second_moment": "row", **options}
+        optimizer = dmuon.Muon([group])
+        param.grad = gradient if param is whole else distribute_tensor(gradient, mesh, [Shard(1)])
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        moments.append(optimizer.state[param]["row_second_moment"])
+    assert moments[1].shape == (6, 1) and moments[1].placements == (Replicate(),)
+    torch.testing.assert_close(local_tensor(moments[1]), moments[0])
 
 
 ON_SPHERE = {"weight_decay_mode": "hyperball"}

@@ -107,12 +107,16 @@ def test_what_is_unfrozen_on_one_rank_trains_by_muon_and_is_told_as_frozen_befor
 
 
 @pytest.mark.pitfall("P87", "P05")
-def test_a_frozen_matrix_that_cannot_train_is_refused_by_name_before_anything_changes() -> None:
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_frozen_matrix_that_cannot_train_is_refused_by_name_before_anything_changes(swapped: bool) -> None:
+    """Also behind a move of the model, as torch moves DTensors."""
     model = build()
     for block in model.blocks:
         block.qkv = nn.Linear(13, 39, bias=False).requires_grad_(False)
     optimizer = dmuon.Muon(model, **OPTIONS)
     train(model, optimizer, BEFORE)
+    for block in model.blocks if swapped else ():
+        torch.utils.swap_tensors(block.qkv.weight, nn.Parameter(block.qkv.weight.detach().clone()))
     model.requires_grad_(True)
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):

@@ -178,6 +178,7 @@ def expanded(use_muon: bool) -> list[dict[str, Any]]:
         (lambda: [*matrices(), {"params": matrices(), "use_muon": True}], {}, TypeError, "mixes"),
         (build, {"second_moment": "column"}, ValueError, r"be 'row' \(NorMuon\), 'element' \(AdaMuon\) or None, got"),
         (build, {"second_moment": "row", "second_moment_beta": 1.0}, ValueError, r"_beta must be in \[0, 1\), got 1.0"),
+        (build, {"second_moment_beta": 0.9}, ValueError, "is for second_moment='row' or 'element': say which"),
         (build, {"weight_decay_mode": "hyperball", "adjust_lr_fn": "spectral"}, ValueError, "='spectral' with weight"),
         (build, {"momentum_dtype": torch.float16}, ValueError, r"momentum_dtype must be torch\.bfloat16 or None"),
         (build, {"momentum_device": "cuda"}, ValueError, r"momentum_device must be 'cpu' or None .*, got 'cuda'"),

@@ -300,6 +300,17 @@ def clipped_model(threshold: float = THRESHOLD) -> tuple[Network, Any, dmuon.Muo
     return model, clip, dmuon.Muon(model, qk_clip=clip, **OPTIONS)
 
 
+def test_a_group_that_is_refused_leaves_all_as_it_was() -> None:
+    model, clip, optimizer = clipped_model()
+    late = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="hyperball"):
+        optimizer.add_param_group({"params": [late], "use_muon": True, "weight_decay_mode": "hyperball"})
+    with clip.collect():
+        loss_of(model, *batch(0)).backward()
+    optimizer.step()
+    assert optimizer.last_step.qk_clipped
+
+
 class Calls(nn.Module):
     """Attention of which a test says what it calls."""
 

@@ -290,6 +290,27 @@ def test_ranks_that_keep_momentum_whole_follow_what_others_change(rank: int, wor
         assert (kept - by_owner).norm() <= 1e-5 * by_owner.norm()
 
 
+@on_ranks(2)
+def test_momentum_is_followed_behind_a_group_that_was_refused(rank: int, world: int) -> None:
+    found = []
+    for refused in (False, True):
+        weights = laid_by_hand(world)
+        optimizer = optimizer_of(weights, 1, strategy="full_replication")
+        for _ in range(2):  # the first one gathers momentum anyway
+            weights.give()
+            optimizer.step()
+        if refused:
+            late = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+            with pytest.raises(ValueError, match="hyperball"):
+                optimizer.add_param_group({"params": [late], "use_muon": True, "weight_decay_mode": "hyperball"})
+        for param in weights.params:
+            optimizer.state[param]["momentum_buffer"].mul_(-0.5)
+        weights.give()
+        optimizer.step()
+        found.append([whole(param) for param in weights.params])
+    assert all(map(torch.equal, *found))
+
+
 # -- what dedicate_params leaves to all ranks --------------------------------------------------------------------------
 
 

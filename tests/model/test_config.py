@@ -66,6 +66,14 @@ def test_deepseek_has_671_billion_parameters_with_dense_first_layers(tmp_path: P
     assert per_block["model.layers.3"] == 7 + 1 + 3 * 256 + 3
 
 
+@pytest.mark.parametrize(("kind", "keys"), [("llama", 4096), ("mistral", 2048), ("qwen2", 8192), ("qwen3", 4096)])
+def test_a_field_that_is_left_out_is_what_transformers_takes_for_it(tmp_path: Path, kind: str, keys: int) -> None:
+    fields = {name: value for name, value in LLAMA_8B.items() if name not in ("num_key_value_heads", "head_dim")}
+    fields |= {"model_type": kind, "num_attention_heads": 16}
+    found = {m.rows for m in read(tmp_path, fields) if "k_proj" in m.name}
+    assert found == {keys}
+
+
 def test_towers_hold_plain_and_gated_blocks(tmp_path: Path) -> None:
     gated = {**TOWER, "name": "text", "gated_mlp": True, "num_key_value_heads": 1}
     matrices = read(tmp_path, towers(TOWER, gated))
@@ -110,6 +118,7 @@ def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, conf
         ({**LLAMA_8B, "hidden_size": "4096"}, "field 'hidden_size' is '4096'; set it to an integer"),
         ({**LLAMA_8B, "num_hidden_layers": 0}, "field 'num_hidden_layers' is 0; set it to at least 1"),
         ({**LLAMA_8B, "intermediate_size": True}, "'intermediate_size' is True"),
+        ({**GPT2, "add_cross_attention": True}, "field 'add_cross_attention' is True; set it to false"),
         ({**LLAMA_8B, "num_attention_heads": 3000}, "field 'num_attention_heads' is 3000; set it to a divisor of 4096"),
         (towers(), r"'towers' is \[\]; set it to a non-empty list of objects"),
         (towers({}), r"'towers\[0\].name' is missing"),

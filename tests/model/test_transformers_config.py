@@ -89,6 +89,25 @@ def test_code_weights_and_dtypes_of_the_config_are_left_out(tmp_path: Path, fake
     assert fake.fields == {"width": 16}
 
 
+def test_the_class_that_a_file_names_is_built(tmp_path: Path, fake: Fake) -> None:
+    def wrapped(config: SimpleNamespace, attn_implementation: str) -> nn.Module:
+        return node(novel=model_of(config))
+
+    named = SimpleNamespace(config_class=SimpleNamespace, _from_config=wrapped)
+    fake.NovelForTasks = named  # type: ignore[attr-defined]
+    names = [m.name for m in read_model(write(tmp_path, architectures=["OfCodeOfItsOwn", "NovelForTasks"]))]
+    assert len(names) == 4 and all(name.startswith("novel.layers.") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"), [("is_encoder_decoder", "AutoModelForSeq2SeqLM"), ("sub_configs", "AutoModelForMultimodalLM")]
+)
+def test_a_decoder_is_not_taken_for_what_it_is_a_part_of(tmp_path: Path, fake: Fake, field: str, kind: str) -> None:
+    setattr(fake, kind, SimpleNamespace(from_config=fake.from_config))
+    fake.AutoModelForCausalLM = fake.AutoModel = SimpleNamespace(from_config=None)
+    assert len(read_model(write(tmp_path, **{field: True}))) == 4
+
+
 def test_downloads_are_forbidden_meanwhile(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     constants = ModuleType("huggingface_hub.constants")
     constants.HF_HUB_OFFLINE = False  # type: ignore[attr-defined]

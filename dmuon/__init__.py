@@ -26,10 +26,11 @@ if TYPE_CHECKING:  # tests/test_import.py holds these against _HOMES
         create_processgroup_config,
     )
     from dmuon.model.matrix_spec import MatrixSpec
+    from dmuon.optimizer.attention_heads import AttentionHeads
     from dmuon.optimizer.clip import clip_grad_norm_
     from dmuon.optimizer.groups import param_groups
     from dmuon.optimizer.muon import Muon
-    from dmuon.optimizer.qk_clip import AttentionHeads, QKClip
+    from dmuon.optimizer.qk_clip import QKClip
     from dmuon.optimizer.record import MatrixRecord, MatrixStats, StepStats
     from dmuon.planning.owner_plan import OwnerPlan
     from dmuon.report.explain import explain
@@ -76,10 +77,11 @@ _MODULES = {  # where names are defined that are no modules themselves
         "create_auto_config create_devicemesh_config create_dtensor_config create_processgroup_config"
     ),
     "model.matrix_spec": "MatrixSpec",
+    "optimizer.attention_heads": "AttentionHeads",
     "optimizer.clip": "clip_grad_norm_",
     "optimizer.groups": "param_groups",
     "optimizer.muon": "Muon",
-    "optimizer.qk_clip": "AttentionHeads QKClip",
+    "optimizer.qk_clip": "QKClip",
     "optimizer.record": "MatrixRecord MatrixStats StepStats",
     "planning.owner_plan": "OwnerPlan",
     "report.explain": "explain",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.nn as nn
 
-from dmuon.model.makeup import EMBEDDINGS, INPUT_EMBEDDING, RECURRENT, Holder, Makeup
+from dmuon.model.makeup import INPUT_EMBEDDING, RECURRENT, Holder, Makeup, is_table
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -283,8 +283,8 @@ def layers_of(
         for module, _ in sites:
             if isinstance(module, RECURRENT):
                 embedded |= {module.hidden_size, 2 * module.hidden_size}
-            if isinstance(module, EMBEDDINGS):
-                embedded.add(param.shape[-1])  # of an embedding of one's own, which may have vectors too
+            if is_table(module):
+                embedded |= {*param.shape[-1:]}  # of an embedding of one's own, which may have vectors too
             elif param.ndim > 1 and makeups[id(param)].is_layer:
                 layer = Layer.of(module, param)
                 if embeddings.get(id(param)) == INPUT_EMBEDDING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -25,7 +25,8 @@ def read_model(path: str | Path) -> list[Matrix]:
     Reads Hugging Face ``config.json`` files of the model types llama, mistral, qwen2, qwen3 and gpt2, and ``towers`` (a
     list of transformer stacks under ``"towers"``), with the names and parts that dedication gives to the matrices of
     these models as ``transformers`` 5 builds them. Other model types are built by ``transformers`` on the meta device,
-    where it is installed. Experts are one matrix per expert and projection, and fused tensors are listed part by part.
+    where it is installed, as the class that ``architectures`` name in the file. Experts are one matrix per expert and
+    projection, and fused tensors are listed part by part.
 
     Args:
         path: the file, or a folder that holds it as ``config.json``.
@@ -46,11 +47,13 @@ def matrices_of(config: ModelConfig) -> list[Matrix]:
     if kind == "towers":
         return list(_towers(config))
     if kind == "gpt2":
+        crosses = config.data.get("add_cross_attention")
+        config.check("add_cross_attention", not crosses, "false: what it adds is not listed here", crosses)
         hidden = config.integer("n_embd")
         sizes = {"hidden": hidden, "inner": config.integer("n_inner", 4 * hidden)}
         return list(_stack("transformer.h", config.integer("n_layer"), sizes, _GPT2))
     if kind in _DECODERS:
-        sizes = _sizes(config)
+        sizes = _sizes(replace(config, data={**_DEFAULTS.get(kind, {}), **config.data}))
         return list(_stack("model.layers", config.integer("num_hidden_layers"), sizes, _ATTENTION + _GATED))
     try:
         transformers = importlib.import_module("transformers")
@@ -129,6 +132,11 @@ def expert_count(config: ModelConfig) -> int:
 # -- model types that are read without transformers ------------------------------------------------------------------
 
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+_DEFAULTS: dict[str, dict[str, int]] = {  # what transformers takes for a field that a file leaves out
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
 
 # The matrices of one block: name, rows and columns, by the names of ``_sizes``.
 _Table: TypeAlias = tuple[tuple[str, str, str], ...]
@@ -233,10 +241,24 @@ def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping
 
 def _build(transformers: ModuleType, kind: str, fields: dict[str, Any]) -> nn.Module:
     config = transformers.AutoConfig.for_model(kind, **fields)
-    try:  # a language model first, since only it declares its output head
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    except ValueError:
-        model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    named = (getattr(transformers, str(name), None) for name in fields.get("architectures") or ())
+    makers = [cls._from_config for cls in named if getattr(cls, "config_class", None) is type(config)][:1]
+    if not makers:
+        # A language model first, since only it declares its output head, but not one that is a part of the model.
+        kinds = ["AutoModelForCausalLM", "AutoModel"]
+        if getattr(config, "is_encoder_decoder", False):
+            kinds[:1] = ["AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"]
+        elif getattr(config, "sub_configs", None):
+            kinds.insert(0, "AutoModelForMultimodalLM")
+        makers = [getattr(transformers, name).from_config for name in kinds if hasattr(transformers, name)]
+    for make in makers[:-1]:
+        with contextlib.suppress(ValueError):
+            return _made(make, config)
+    return _made(makers[-1], config)
+
+
+def _made(make: Callable[..., Any], config: Any) -> nn.Module:
+    model = make(config, attn_implementation="eager")
     assert isinstance(model, nn.Module)
     return model
 

@@ -209,6 +209,11 @@ def _timm_kv(owner: nn.Module, rows: int) -> MatrixSpec:
     return equal(2)(owner, rows)
 
 
+def _adapter_of_halves(owner: nn.Module, rows: int) -> MatrixSpec:
+    """Two low-rank layers, of which the second gives what is added to halves."""
+    return MatrixSpec() if rows == size(owner, "adapter_rank") else equal(2)(owner, rows)
+
+
 def _gated_by_halves(owner: nn.Module, rows: int) -> MatrixSpec:
     """gMLP's: halves if what follows gates one by the other."""
     gate = type(getattr(owner, "gate", None)).__name__
@@ -291,12 +296,12 @@ RULES: tuple[Rule, ...] = (
         "qkv_proj.convolution.weight", "MobileViTV2LinearSelfAttention", blocked("1", "embed_dim", "embed_dim"), _HF
     ),
     Rule("qkv_opreact.weight", "xLSTM*", blocked("qk_dim", "qk_dim", "v_dim", "v_dim"), _HF),
-    Rule("ifgate_preact.weight", "xLSTM*", equal(2), _HF),
+    Rule("ifgate_preact.weight proj_up_gate_z.weight", "xLSTM*", equal(2), _HF),
     Rule(
         "index_qk_proj.weight", "*Indexer",
         blocked("index_n_heads*index_head_dim", "index_kv_heads*index_head_dim"), _HF,
     ),
-    Rule("dense.weight", "*GlobalPointer", equal(2), _HF),
+    Rule("dense.weight gru_rel_pos_linear.weight", "*GlobalPointer WavLMAttention", equal(2), _HF),
     # the same in each head
     Rule("query_key_value.weight", "GPTNeoXAttention GPTNeoXJapaneseAttention", per_head(*("head_size",) * 3)),
     Rule("query_key_value.weight", "BloomAttention PersimmonAttention", per_head(*_HEAD, heads="num_heads")),
@@ -336,21 +341,19 @@ RULES: tuple[Rule, ...] = (
     Rule("kv_proj.weight", "DeepseekV4Attention", whole),
     # gates beside what they gate
     Rule("gate_up_proj.weight", "*", equal(2), _HF),
+    Rule("gate_up_proj_adapter_list.#.#.weight", "Zamba2MLP", _adapter_of_halves),
     Rule("Wi.weight", "ModernBert*MLP", equal(2), _HF),
     Rule("fc1.weight", "Moonshine*DecoderMLP MoshiGatingMLP KyutaiSpeechToTextGatingMLP", equal(2), _HF),
     Rule("input_linear.weight", "GraniteMoe*MLP GraniteMoe*MoE JetMoeMoE", equal(2), _HF),
     Rule("weights_in.weight", "*SwiGLUFFN", equal(2), _HF),
-    Rule("proj_up_gate_z.weight", "xLSTM*", equal(2), _HF),
     Rule("linear_1.weight", "AyaVisionMultiModalProjector Cohere2VisionMultiModalProjector", equal(2)),
     Rule("proj.weight", "ClvpGatedLinearUnit EsmFoldSequenceToPair", equal(2)),
-    Rule("gate.weight", "DFineGate Deimv2Gate", equal(2)),
-    Rule("input_proj.weight", "EsmFold2OuterProductMean", equal(2)),
+    Rule("gate.weight input_proj.weight", "DFineGate Deimv2Gate EsmFold2OuterProductMean", equal(2)),
     Rule("proj_bundle.weight", "EsmFold2TriangleMultiplicativeUpdate", equal(4)),
     Rule("projection_in.weight", "FocalNetModulation", _focal),
     # gated convolutions of speech models
-    Rule("pointwise_conv1.weight", "*ConvolutionModule", equal(2), _HF),
+    Rule("pointwise_conv1.weight pointwise_lin1.weight", "*ConvolutionModule", equal(2), _HF),
     Rule("up_conv.weight", "GraniteSpeech*ConvModule", equal(2), _HF),
-    Rule("pointwise_lin1.weight", "GraniteSpeech5*ConvolutionModule", equal(2), _HF),
     Rule("ext_pw_conv_1d.weight", "Phi4MultimodalAudioGluPointWiseConv", equal(2)),
     Rule("linear_start.weight linear_start.linear.weight", "*LightConv1d", equal(2), _HF),
     Rule("conv.weight", "Wav2Vec2*AdapterLayer WavLMAdapterLayer Data2VecAudioAdapterLayer", equal(2), _HF),
@@ -420,12 +423,9 @@ RULES: tuple[Rule, ...] = (
     Rule("proj.weight", "GEGLU SwiGLU", equal(2), _DIFFUSERS),
     Rule("linear_in.weight", "Flux2FeedForward Flux3FeedForward", equal(2), _DIFFUSERS),
     Rule("proj_in.weight", "FeedForward StableAudio3FeedForward", equal(2), _DIFFUSERS),
-    Rule("ff_in.weight", "MiniMaxMusic3TransformerBlock", equal(2), _DIFFUSERS),
-    Rule("gate_up_proj.weight", "OmniGenFeedForward", equal(2), _DIFFUSERS),
-    Rule("swish_linear.#.weight", "RFD4ProteinaTransition", equal(2), _DIFFUSERS),
-    Rule("linear_x.weight", "RFD4ProteinaPairUpdate", equal(2), _DIFFUSERS),
-    Rule("conv_inverted.weight", "GLUMBConv GLUMBTempConv", equal(2), _DIFFUSERS),
-    Rule("inverted_conv.conv.weight", "GLUMBConvTemp", equal(2), _DIFFUSERS),
+    Rule("ff_in.weight gate_up_proj.weight", "MiniMaxMusic3TransformerBlock OmniGenFeedForward", equal(2), _DIFFUSERS),
+    Rule("swish_linear.#.weight linear_x.weight", "RFD4ProteinaTransition *ProteinaPairUpdate", equal(2), _DIFFUSERS),
+    Rule("conv_inverted.weight inverted_conv.conv.weight", "GLUMB*", equal(2), _DIFFUSERS),
     Rule("proj_mlp.weight", "OvisImageSingleTransformerBlock", equal(2), _DIFFUSERS),
     Rule("proj_mlp.weight", "*", whole, _DIFFUSERS),
     Rule("in_proj.weight", "ChromaApproximator", whole, _DIFFUSERS),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from math import prod
+from typing import NamedTuple
 
 import torch.nn as nn
 from torch import Tensor
@@ -24,6 +26,29 @@ Holder = tuple[nn.Module, str]  # a module, and the name under which it holds an
 # What stands between a layer and the module that was written to hold it: of compiled, checkpointed and adapted layers.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"})
 _DEPTH = 4
+
+
+class Adapter(NamedTuple):
+    """One of two factors whose product is added to the weight of a layer.
+
+    Attributes:
+        layer: what it is added to.
+        behind: the factor that gives what the layer gives, and not the one that takes what the layer takes.
+        experts: of how many, if the weight is a stack, all factors lie in one tensor: those that take one below the
+            other, those that give by turns, column by column.
+    """
+
+    layer: Holder
+    behind: bool
+    experts: int
+
+    @staticmethod
+    def of(holder: nn.Module, behind: bool) -> Adapter:
+        base = holder
+        while isinstance(inner := getattr(base, "base_layer", None), nn.Module):
+            base = inner
+        usual = "in_proj_weight" if isinstance(base, nn.MultiheadAttention) else "weight"
+        return Adapter((base, getattr(holder, "parameter_name", usual)), behind, getattr(holder, "num_experts", 1))
 
 
 class ModuleTree:
@@ -60,6 +85,14 @@ class ModuleTree:
         if id(module) not in self._linears:
             self._linears[id(module)] = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
         return self._linears[id(module)]
+
+    def adapter(self, module: nn.Module) -> Adapter | None:
+        """What ``module`` is to a layer that ``peft`` adapts; None if it is no factor of what is added there."""
+        for factors, _ in self._holders.get(id(module), ()):
+            for holder, attribute in self._holders.get(id(factors), ()):
+                if attribute in ("lora_A", "lora_B") and hasattr(holder, "base_layer"):
+                    return Adapter.of(holder, attribute == "lora_B")
+        return None
 
     def _holding(self, module: nn.Module) -> Iterator[Holder]:
         for holder, attribute in self._holders.get(id(module), ()):
@@ -114,6 +147,11 @@ def known_spec(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) ->
     if form is None:
         return None
     rows = param.shape[form.dim if param.ndim == 3 and not form.flattened else form.dim - 1]
+    adapter = tree.adapter(module)
+    if adapter is not None and adapter.experts > 1:
+        return None if adapter.behind else MatrixSpec(num_heads=adapter.experts)
+    if adapter is not None and adapter.behind:
+        module, name = adapter.layer
     found = _listed(tree, module, name)
     if found is None:
         return _halves_of_glu(tree, module, name, param, form)
@@ -193,6 +231,8 @@ def _patterns(classes: str) -> list[str]:
 # -- which matrices, or why none --------------------------------------------------------------------------------------
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights have as many dimensions as what they normalize
+# Classes of others whose 2-D weight multiplies no input: norms, tables, mixed kernels, angles of rotations.
+_NO_LAYERS = re.compile(r"^(?!.*(Linear|Conv|Dense|Proj)).*(Norm|Embedding$)|CondConv2d$|OFTRotationModule$")
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 INPUT_EMBEDDING, OUTPUT_HEAD = "input embedding", "output head"
@@ -268,6 +308,9 @@ def _why_no_layer(tree: ModuleTree, module: nn.Module, name: str, param: Tensor,
         return f"recurrent weight of {kind}"
     if is_known:
         return None
+    adapter = tree.adapter(module)
+    if adapter is not None and adapter.behind and adapter.experts > 1:
+        return f"factors of {adapter.experts} experts by turns, no dimension of which is the output of one"
     source = reparametrized(module, name)
     if source is not None:  # a matrix is refused
         return f"{param.ndim}-D, parametrized by {source}" if param.ndim > 2 else None
@@ -278,12 +321,23 @@ def _why_no_layer(tree: ModuleTree, module: nn.Module, name: str, param: Tensor,
     if param.ndim == 2 and (
         name == "weight" or (isinstance(module, nn.MultiheadAttention) and name in _ATTENTION_WEIGHTS)
     ):
-        return None
+        return f"weight of {kind}, which multiplies no input" if _is_no_layer(module) else None
     if param.ndim == 3 and _is_of_experts(tree, module, name, param):
         return None
     if param.ndim > 2:
         return f"{param.ndim}-D, {_NO_STACK}"
     return f"{_BARE} of {kind}, not the weight of a layer"
+
+
+def _is_no_layer(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.Linear, _ConvNd)) and _NO_LAYERS.search(type(module).__name__) is not None
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether rows of its weight are looked up, also where a user wrote the class."""
+    rows = module._parameters.get("weight")
+    named = _is_no_layer(module) and type(module).__name__.endswith("Embedding")
+    return isinstance(module, EMBEDDINGS) or (named and rows is not None and rows.ndim == 2)
 
 
 def _is_bare_matrix(module: nn.Module, name: str, param: Tensor, unfit: str) -> bool:
@@ -299,7 +353,7 @@ def _is_bare_matrix(module: nn.Module, name: str, param: Tensor, unfit: str) -> 
 
 def _is_of_experts(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) -> bool:
     """Whether a tensor of three dimensions holds one matrix for each of several experts."""
-    if min(param.shape[1:]) < 2 or any(word in name.lower() for word in _NO_WEIGHTS):
+    if min(param.shape[1:]) < 2 or any(word in name.lower() for word in _NO_WEIGHTS + _TABLES):
         return False
     if any(getattr(module, count, None) == param.shape[0] for count in _COUNTS):
         return True
@@ -327,6 +381,7 @@ _FUSED = (
     "in_proj",  # of state spaces: gates, inputs, states and time steps
 )
 _CONDITIONING = ("adaln", "modulation", "scale_shift", "shift_scale")  # of models of one's own: told, not refused
+_GLU = re.compile(r"(?i:glu)(?![a-z])")  # in names of classes, where it begins no other word
 _SHARES = (2, 3, 4)  # gate and up, or keys and values; queries, keys and values; those and a gate
 
 
@@ -374,6 +429,9 @@ def _form(module: nn.Module, name: str, param: Tensor) -> MatrixSpec | None:
 
 def _is_meant(tree: ModuleTree, module: nn.Module, name: str, param: Tensor, form: MatrixSpec) -> bool:
     """Whether who wrote the class must have meant several matrices, be it listed with other sizes or named so."""
+    adapter = tree.adapter(module)
+    if adapter is not None and adapter.behind:
+        module, name = adapter.layer
     is_listed = _listed(tree, module, name) is not None
     return is_listed or _is_named(tree, module, name, param, form, _FUSED) or _is_of_glu(tree, module)
 
@@ -403,7 +461,7 @@ def _is_of_glu(tree: ModuleTree, module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear) or module.out_features % 2:
         return False
     for unit, path in tree.above(module, "weight"):
-        if path.count(".") == 1 and "glu" in type(unit).__name__.lower():
+        if path.count(".") == 1 and _GLU.search(type(unit).__name__):
             others = [layer for layer in tree.linears(unit) if layer is not module]
             alike = any((m.in_features, m.out_features) == (module.in_features, module.out_features) for m in others)
             return not alike and not any(layer.in_features == module.out_features for layer in others)

@@ -8,15 +8,13 @@ heads below the threshold are multiplied by one, which changes no bit.
 
 from __future__ import annotations
 
-import re
 import warnings
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
@@ -33,55 +31,18 @@ from dmuon.comm.norm import reduce_terms
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.model.blocks import canonical_fqn
-from dmuon.model.fused_layouts import Unknown, size
-from dmuon.model.makeup import ModuleTree, known_spec
-from dmuon.model.matrix_spec import is_remembered, spec_of
+from dmuon.model.matrix_spec import spec_of
+from dmuon.optimizer.attention_heads import SAY_WHERE, AttentionHeads, attention_modules, layer_of
 from dmuon.optimizer.attention_logits import logits_of_flex, logits_of_sdpa
 from dmuon.optimizer.groups import inside_ddp
 from dmuon.platform.options import is_number
-from dmuon.platform.torch_private import current_backward, flattened_by_fsdp1, local_tensor, outside_compile
+from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
 from dmuon.step.batches import Batch
 from dmuon.step.half_weights import take_edits
 from dmuon.step.residency import Residency, part_like
 from dmuon.step.rounds import Round
 
 _FLEX = torch.ops.higher_order.flex_attention
-# What attention modules call that which makes queries and keys: of MLA; apart; fused, queries first and keys next.
-_LATENT = (("q_b_proj", "kv_b_proj"), ("q_proj", "kv_b_proj"), ("wq_b", "wkv_b"), ("wq", "wkv_b"))
-_APART = (("q_proj", "k_proj"), ("query", "key"), ("wq", "wk"), ("to_q", "to_k"), ("q_lin", "k_lin"), ("q", "k"))
-_FUSED = tuple((f"{n}[0]", f"{n}[1]") for n in ("c_attn", "query_key_value", "qkv_proj", "qkv", "Wqkv", "to_qkv"))
-_OTHERWISE = ("CodeGen",)  # classes with the same names and another order
-_HEAD_DIM = "head_dim|attention_head_size|head_size|dim_head|key_value_proj_dim"
-_NUM_HEADS = "num_heads|num_attention_heads|n_heads|n_head|heads"
-_NORM = re.compile(r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer)?_?norm_?(q|k|query|key)", re.IGNORECASE)
-_REMEDY = "heads={'name of the module': dmuon.AttentionHeads(query=…, key=…, num_heads=…)}"
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionHeads:
-    """Where an attention module makes its queries and keys.
-
-    Args:
-        query, key: names, in the module, of the layers or parameters that make them, such as ``"q_proj"``. Parts of a
-            fused one have numbers, as in its :class:`dmuon.MatrixSpec`: ``"qkv[0]"`` and ``"qkv[1]"``.
-        num_heads: of queries, in the whole model.
-        num_kv_heads: of keys; ``None``: as many.
-        shared_rotary: how many of the last rows of each head of queries meet a key that all heads share, as in MLA.
-    """
-
-    query: str
-    key: str
-    num_heads: int
-    num_kv_heads: int | None = None
-    shared_rotary: int = 0
-
-    @property
-    def keys(self) -> int:
-        """Heads of keys."""
-        return self.num_kv_heads or self.num_heads
-
-
-_Modules = dict[str, tuple[nn.Module, AttentionHeads]]
 _Table = tuple[Tensor, Tensor, str]  # a parameter, for each output the index of its factor, and a name
 
 
@@ -112,7 +73,7 @@ class QKClip:
         if not is_number(threshold) or not 0 < threshold < inf:
             raise ValueError(f"QKClip: threshold must be a positive number, got {threshold!r}")
         self._threshold = float(threshold)
-        self._modules = _attention_modules(inside_ddp(model), heads)
+        self._modules = attention_modules(inside_ddp(model), heads)
         self._spans: dict[str, slice] = {}  # by module, its heads among all heads of queries
         key_of: list[int] = []  # of each head of queries, the head of keys
         for name, (_, spec) in self._modules.items():
@@ -200,17 +161,17 @@ class QKClip:
         for name, (module, spec) in self._modules.items():
             rows = []
             for path in (spec.query, spec.key):
-                weight, bias, outputs = _layer(module, path)
+                weight, bias, outputs = layer_of(module, path)
                 label = f"{name}.{path.partition('[')[0]}"
                 if id(weight) not in by_muon or not (weight.requires_grad or self.ids):  # later it may freeze
                     raise ValueError(
                         f"QKClip: this optimizer does not update {label} by Muon (it is frozen, or goes to AdamW or "
-                        f"another optimizer); leave the module out, by naming the others: {_REMEDY}"
+                        f"another optimizer); leave the module out, by naming the others: {SAY_WHERE}"
                     )
                 table = torch.zeros(weight.shape[spec_of(weight).dim - 1], dtype=torch.float64)
                 _, table, known = tables.setdefault(id(weight), (weight, table, label))
                 if known != label:
-                    raise ValueError(f"QKClip: {label} is {known}; clip one of both modules: {_REMEDY}")
+                    raise ValueError(f"QKClip: {label} is {known}; clip one of both modules: {SAY_WHERE}")
                 if bias is not None:
                     biases[id(bias)] = bias, table, label
                 rows.append((table, outputs))
@@ -354,89 +315,9 @@ def _sharing(
     return None
 
 
-# -- attention modules -------------------------------------------------------------------------------------------------
-
-
-def _attention_modules(model: nn.Module, heads: Mapping[str, AttentionHeads] | None) -> _Modules:
-    """By name, those of ``heads`` or all that are known, which must be all that there are."""
-    found: _Modules = {}
-    tree = ModuleTree.of(model)
-    named = {canonical_fqn(name): module for name, module in model.named_modules()}
-    for name, module in named.items():
-        if heads is None:
-            spec = _known_heads(tree, module)
-        else:
-            spec = next((one for pattern, one in heads.items() if fnmatchcase(name, pattern)), None)
-        is_attention = "attention" in type(module).__name__.lower()
-        if spec is not None:
-            found[name] = module, spec
-        elif heads is None and is_attention and any(hasattr(layer, "weight") for layer in module.children()):
-            raise ValueError(f"QKClip: nothing is known of {name!r} ({type(module).__name__}); say where: {_REMEDY}")
-        for child, norm in module.named_children() if spec is not None and not spec.shared_rotary else ():
-            if _NORM.fullmatch(child) and not isinstance(norm, nn.Identity):
-                raise ValueError(
-                    f"QKClip: {name!r} normalizes queries or keys by {child!r}, which undoes any scaling of their rows "
-                    f"and bounds logits by itself; leave the module out, by naming the others: {_REMEDY}"
-                )
-    unmet = [pattern for pattern in heads or () if not any(fnmatchcase(name, pattern) for name in named)]
-    if unmet or not found:
-        what = f"called {unmet[0]!r}" if unmet else "known as attention"
-        raise ValueError(f"QKClip: no module of {type(model).__name__} is {what}; say where it is: {_REMEDY}")
-    return found
-
-
-def _known_heads(tree: ModuleTree, module: nn.Module) -> AttentionHeads | None:
-    """Of a module that names its layers as known families do; None of others, which may be no attention."""
-    if type(module).__name__.startswith(_OTHERWISE):
-        return None
-    for query, key in (*_LATENT, *_APART, *_FUSED):
-        try:
-            (_, _, rows), (_, _, key_rows) = (_layer(module, path, tree) for path in (query, key))
-            rotary = size(module, "qk_rope_head_dim") if (query, key) in _LATENT else 0
-        except (Unknown, ValueError):
-            continue
-        try:
-            length = size(module, "qk_nope_head_dim" if rotary else _HEAD_DIM)
-        except Unknown:
-            try:
-                length = len(rows) // size(module, _NUM_HEADS)
-            except Unknown:
-                return None
-        return AttentionHeads(query, key, len(rows) // (length + rotary), len(key_rows) // length, rotary)
-    return None
-
-
-def _layer(module: nn.Module, path: str, tree: ModuleTree | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Weight and bias of what ``path`` names in ``module``, and its outputs that are meant, in order.
-
-    Args:
-        tree: of the model, to know by its class what a layer is made of before anybody remembers that.
-    """
-    name, _, number = path.rstrip("]").partition("[")
-    holder: Any = module
-    *above, last = name.split(".")
-    for one in above:
-        holder = getattr(holder, one, None)
-    weight: Any = getattr(holder, last, None)
-    if isinstance(weight, nn.Module):
-        holder, last, weight = weight, "weight", getattr(weight, "weight", None)
-    bias = getattr(holder, last.replace("weight", "bias"), None) if last.endswith("weight") else None
-    parts: Sequence[Sequence[tuple[int, int]]] = ()
-    if isinstance(weight, nn.Parameter) and weight.ndim < 2 and flattened_by_fsdp1(weight):
-        raise ValueError("QKClip: FSDP1 cuts weights at any element, through rows; use torch's fully_shard (FSDP2)")
-    if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-        known = known_spec(tree, holder, last, weight) if tree and not is_remembered(weight) else None
-        spec = replace(known or spec_of(weight), num_heads=1)
-        parts = spec.runs(spec.matrix_shape(weight.shape)[spec.dim])
-    if int(number or 0) >= len(parts):
-        raise ValueError(f"QKClip: {type(module).__name__} has no matrix {path!r}; say where it has: {_REMEDY}")
-    rows = torch.cat([torch.arange(*run) for run in parts[int(number or 0)]])
-    return weight, bias if isinstance(bias, nn.Parameter) else None, rows
-
-
 def _first_head(name: str, module: nn.Module, spec: AttentionHeads, count: int) -> int:
     """The number of the first of ``count`` heads, by how tensor parallelism shards the layer that makes queries."""
-    weight, parts, at = _layer(module, spec.query)[0], 1, 0
+    weight, parts, at = layer_of(module, spec.query)[0], 1, 0
     if count != spec.num_heads and isinstance(weight, DTensor):
         placed = list(enumerate(weight.placements))
         if isinstance(weight, OwnedTensor):  # at rest: only tensor parallelism, if there is any, shards the whole one

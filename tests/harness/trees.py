@@ -68,5 +68,14 @@ def bare(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
 
 
+def adapted(base: nn.Module, inp: int = D, out: int = D, rank: int = 2, **attributes: Any) -> nn.Module:
+    """A layer under an adapter of ``peft``; what is added to it is the product of two factors."""
+    factors = {
+        "lora_A": nn.ModuleDict({"default": linear(inp, rank)}),
+        "lora_B": nn.ModuleDict({"default": linear(rank, out)}),
+    }
+    return node(base_layer=base.requires_grad_(False), **factors, **attributes)
+
+
 def experts() -> dict[str, nn.Parameter]:
     return {"gate_up_proj": bare(3, 2 * H, D), "down_proj": bare(3, D, H)}

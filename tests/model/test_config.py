@@ -48,6 +48,7 @@ def test_gpt2_lists_fused_qkv_as_three_squares(tmp_path: Path) -> None:
     assert Counter(shape for *_, a, b in first for shape in [(a, b)])[(768, 768)] == 4
 
 
+@pytest.mark.slow
 def test_qwen_moe_counts_experts_and_routers_as_matrices(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     matrices = read(tmp_path, QWEN_MOE)
@@ -60,6 +61,7 @@ def test_qwen_moe_counts_experts_and_routers_as_matrices(tmp_path: Path) -> None
     assert names["model.layers.7.mlp.experts.gate_up_proj[255]"] == (768, 2048)
 
 
+@pytest.mark.slow
 def test_deepseek_has_671_billion_parameters_with_dense_first_layers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     matrices = read(tmp_path, DEEPSEEK)
@@ -67,6 +69,14 @@ def test_deepseek_has_671_billion_parameters_with_dense_first_layers(tmp_path: P
     per_block = Counter(m.block for m in matrices)
     assert per_block["model.layers.2"] == 7 + 3  # keys and values have two latents, and two parts made of them
     assert per_block["model.layers.3"] == 7 + 1 + 3 * 256 + 3
+
+
+@pytest.mark.parametrize(("kind", "keys"), [("llama", 4096), ("mistral", 2048), ("qwen2", 8192), ("qwen3", 4096)])
+def test_a_field_that_is_left_out_is_what_transformers_takes_for_it(tmp_path: Path, kind: str, keys: int) -> None:
+    fields = {name: value for name, value in LLAMA_8B.items() if name not in ("num_key_value_heads", "head_dim")}
+    fields |= {"model_type": kind, "num_attention_heads": 16}
+    found = {m.rows for m in read(tmp_path, fields) if "k_proj" in m.name}
+    assert found == {keys}
 
 
 def test_towers_hold_plain_and_gated_blocks(tmp_path: Path) -> None:
@@ -113,6 +123,7 @@ def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, conf
         ({**LLAMA_8B, "hidden_size": "4096"}, "field 'hidden_size' is '4096'; set it to an integer"),
         ({**LLAMA_8B, "num_hidden_layers": 0}, "field 'num_hidden_layers' is 0; set it to at least 1"),
         ({**LLAMA_8B, "intermediate_size": True}, "'intermediate_size' is True"),
+        ({**GPT2, "add_cross_attention": True}, "field 'add_cross_attention' is True; set it to false"),
         ({**LLAMA_8B, "num_attention_heads": 3000}, "field 'num_attention_heads' is 3000; set it to a divisor of 4096"),
         (towers(), r"'towers' is \[\]; set it to a non-empty list of objects"),
         (towers({}), r"'towers\[0\].name' is missing"),
@@ -229,6 +240,25 @@ def test_code_weights_and_dtypes_of_the_config_are_left_out(tmp_path: Path, fake
     }  # fmt: skip
     read_model(write(tmp_path, **dangers))
     assert fake.fields == {"width": 16}
+
+
+def test_the_class_that_a_file_names_is_built(tmp_path: Path, fake: Fake) -> None:
+    def wrapped(config: SimpleNamespace, attn_implementation: str) -> nn.Module:
+        return node(novel=model_of(config))
+
+    named = SimpleNamespace(config_class=SimpleNamespace, _from_config=wrapped)
+    fake.NovelForTasks = named  # type: ignore[attr-defined]
+    names = [m.name for m in read_model(write(tmp_path, architectures=["OfCodeOfItsOwn", "NovelForTasks"]))]
+    assert len(names) == 4 and all(name.startswith("novel.layers.") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"), [("is_encoder_decoder", "AutoModelForSeq2SeqLM"), ("sub_configs", "AutoModelForMultimodalLM")]
+)
+def test_a_decoder_is_not_taken_for_what_it_is_a_part_of(tmp_path: Path, fake: Fake, field: str, kind: str) -> None:
+    setattr(fake, kind, SimpleNamespace(from_config=fake.from_config))
+    fake.AutoModelForCausalLM = fake.AutoModel = SimpleNamespace(from_config=None)
+    assert len(read_model(write(tmp_path, **{field: True}))) == 4
 
 
 def test_downloads_are_forbidden_meanwhile(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

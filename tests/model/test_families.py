@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.nn as nn
-from harness.trees import HEADS, Conv1D, D, H, bare, experts, linear, node, of
+from harness.trees import HEADS, Conv1D, D, H, adapted, bare, experts, linear, node, of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import dmuon
@@ -52,6 +52,30 @@ KNOWN: dict[str, tuple[nn.Module, str, MatrixSpec]] = {
         of("ParakeetEncoderConvolutionModule", HF, pointwise_conv1=nn.Conv1d(D, 2 * D, 1)), "pointwise_conv1.weight",
         MatrixSpec((D, D), flattened=True),
     ),
+    "an adapter in a model": (
+        of(
+            "Zamba2MLP", adapter_rank=2,
+            gate_up_proj_adapter_list=nn.ModuleList([nn.Sequential(linear(D, 2), linear(2, 2 * H))]),
+        ),
+        "gate_up_proj_adapter_list.0.1.weight", MatrixSpec((H, H)),
+    ),
+    "an adapter of a layer": (
+        of("BloomAttention", query_key_value=adapted(linear(D, 3 * D), out=3 * D), **HEADS),
+        "query_key_value.lora_B.default.weight", MatrixSpec((4, 4, 4), repeats=2),
+    ),
+    "an adapter of a transposed layer": (
+        of("GPT2Attention", c_attn=adapted(Conv1D(3 * D, D), out=3 * D)), "c_attn.lora_B.default.weight", THIRDS,
+    ),
+    "an adapter of torch's attention": (
+        node(attn=adapted(nn.MultiheadAttention(D, 2), out=3 * D)), "attn.lora_B.default.weight", THIRDS,
+    ),
+    "adapters of experts": (
+        node(experts=adapted(
+            adapted(of("MixtralExperts", HF, **experts()), rank=6, num_experts=3, parameter_name="gate_up_proj"),
+            H, rank=12, num_experts=3, parameter_name="down_proj",
+        )),
+        "experts.lora_A.default.weight", MatrixSpec(num_heads=3),
+    ),
     "before GLU": (
         nn.Sequential(linear(D, 2 * H), nn.Dropout(), nn.GLU(), linear(H, D)), "0.weight", MatrixSpec((H, H)),
     ),
@@ -92,6 +116,7 @@ def test_wrappers_and_classes_made_from_known_ones_change_nothing() -> None:
         (of("Attention", qkv=linear(D, 3 * D)), "qkv.weight"),  # of nobody's package
         (of("MyMLP", gate_up_proj=linear(D, 2 * H)), "gate_up_proj.weight"),
         (of("MyExperts", **EXPERTS), "gate_up_proj"),
+        (of("Attention", qkv=adapted(linear(D, 3 * D), out=3 * D)), "qkv.lora_B.default.weight"),
     ],
 )
 def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path: str) -> None:
@@ -121,6 +146,7 @@ def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path
         (nn.Sequential(linear(), nn.ReLU(), linear(D, 2 * D)), "2.weight", None),
         (of("SwiGLU", w1=linear(D, H), w3=linear(D, H), w2=linear(H, D)), "w1.weight", None),
         (of("SwiGLU", w1=linear(D, H), w3=linear(D, H), w2=linear(H, D)), "w2.weight", None),
+        (of("LightGlueMLP", fc1=linear(2 * D, 2 * D), fc2=linear(2 * D, D)), "fc2.weight", None),
         (of("GatedUnit", value=linear(D, H), gate=linear(D, H)), "gate.weight", None),
         (of("MLP", up=linear(D, 4 * D), down=linear(4 * D, D), inner=linear()), "up.weight", None),
     ],

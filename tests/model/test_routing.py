@@ -15,7 +15,7 @@ from harness.heard import heard
 from harness.small_convnets import CONVNETS
 from harness.small_models import CASES, Case, Model, chain, tied_layers
 from harness.small_models import build as small
-from harness.trees import Called, Conv1D, D, H, V, bare, linear, llama, node, of, stack
+from harness.trees import Called, Conv1D, D, H, V, adapted, bare, experts, linear, llama, node, of, stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import dmuon
@@ -99,6 +99,10 @@ def test_reasons_say_why_a_parameter_is_not_on_muon(make: Callable[[], nn.Module
         (lambda: nn.EmbeddingBag(5, D), "embedding h.0.extra"),
         (lambda: nn.LayerNorm((4, D)), "weight of LayerNorm"),
         (lambda: nn.RMSNorm((4, D)), "weight of RMSNorm"),
+        (lambda: of("CohereLayerNorm", weight=bare(4, D)), "weight of CohereLayerNorm, which multiplies no input"),
+        (lambda: of("VocabularyEmbedding", weight=bare(5, D)), "weight of VocabularyEmbedding, which multiplies no"),
+        (lambda: of("CondConv2d", weight=bare(4, 9 * D)), "weight of CondConv2d, which"),  # a kernel in each row
+        (lambda: of("OFTRotationModule", weight=bare(2, 6)), "weight of OFTRotationModule, which"),
         (lambda: nn.LSTM(D, D), "recurrent weight of LSTM"),
         (lambda: nn.GRUCell(D, D), "recurrent weight of GRUCell"),
         (lambda: nn.Conv1d(D, D, 3, groups=D), "depthwise"),
@@ -108,6 +112,7 @@ def test_reasons_say_why_a_parameter_is_not_on_muon(make: Callable[[], nn.Module
         (lambda: bare(2, D, D), "3-D, not known to be a stack"),
         (lambda: of("MyExperts", bias=bare(3, D, 2)), "3-D, not known to be a stack"),
         (lambda: of("MyExperts", up_bias=bare(3, D)), "bare parameter"),
+        (lambda: of("ActionExpert", pos_embed=bare(1, 5, D)), "3-D, not known to be a stack"),
         (lambda: nn.Parameter(torch.zeros(D, D, dtype=torch.int64), requires_grad=False), "not floating point"),
         (lambda: nn.Parameter(torch.zeros(D, D, dtype=torch.complex64)), "not floating point"),
         (lambda: nn.Parameter(torch.zeros(0, D)), "empty"),
@@ -121,20 +126,25 @@ def test_inside_a_block_only_matrices_of_layers_go_to_muon(extra: Callable[[], A
     assert reasons and all(reason in r for r in reasons)
 
 
+def test_factors_of_adapted_experts_are_matrices_of_their_own_or_none() -> None:
+    def layer() -> nn.Module:
+        stacked = of("MixtralExperts", "transformers.models.any.modeling_any", **experts())
+        return node(a=linear(), e=adapted(stacked, rank=6, num_experts=3, parameter_name="down_proj"))
+
+    found = routes(node(h=stack(layer)))
+    taken, given = (found[f"h.0.e.lora_{factor}.default.weight"] for factor in "AB")
+    assert taken.muon and taken.spec.matrices(taken.param.shape) == [(2, D)] * 3
+    assert not given.muon and given.reason.startswith("factors of 3 experts by turns")
+
+
 @pytest.mark.pitfall("P03", "P60")
 def test_unusual_linear_layers_inside_a_block_go_to_muon() -> None:
     class Mine(nn.Linear):
         pass
 
-    def lora() -> nn.Module:
-        return node(
-            base_layer=linear().requires_grad_(False),
-            lora_A=nn.ModuleDict({"default": linear(D, 2)}),
-            lora_B=nn.ModuleDict({"default": linear(2, D)}),
-        )
-
     def layer() -> nn.Module:
-        return node(score=nn.Linear(D, 1), embedding_like_name=linear(), head=Mine(D, D), norm_proj=linear(), q=lora())
+        q = adapted(linear())
+        return node(score=nn.Linear(D, 1), embedding_like_name=linear(), head=Mine(D, D), norm_proj=linear(), q=q)
 
     names = ("score", "embedding_like_name", "head", "norm_proj", "q.lora_A.default", "q.lora_B.default")
     model = node(h=stack(layer))

@@ -120,12 +120,14 @@ def test_plans_list_the_matrices_that_dedication_gives_owners(shape: tuple[int, 
     assert {f"w[{number}]": sides for number, sides in found.items()} == listed
 
 
-def test_an_embedding_of_ones_own_may_have_vectors_too() -> None:
-    class Embedding(nn.Embedding):
-        def __init__(self) -> None:
-            super().__init__(5, D)
-            self.end = bare(D)
+class _Embedding(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(5, D)
+        self.end, self.scale = bare(D), bare()
 
-    model = node(embed=Embedding(), up=linear(D, H), down=linear(H, D), head=linear(D, 3))
+
+@pytest.mark.parametrize("embedding", [_Embedding, lambda: of("TokenEmbedding", weight=bare(5, D))])
+def test_an_embedding_of_ones_own_is_one_and_may_have_vectors_too(embedding: Callable[[], nn.Module]) -> None:
+    model = node(embed=embedding(), up=linear(D, H), down=linear(H, D), head=linear(D, 3))
     taken = {r.fqn for r in route_to_blocks(model) if r.muon}
     assert taken == {"up.weight", "down.weight"}

@@ -20,6 +20,7 @@ from harness.on_ranks import on_ranks, slowly
 from harness.tiny_configs import TINY
 from harness.topologies import lay
 from harness.toy import CPU
+from harness.trees import linear, node, of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -456,6 +457,19 @@ def _with_norm(model: Network) -> Network:
     return model
 
 
+def _with_child(name: str, child: Any) -> Network:
+    model = build("mha")
+    setattr(model.blocks[1].attn, name, child)
+    return model
+
+
+def _sharded_codegen() -> nn.Module:
+    """Queries, values and keys, in that order."""
+    module = of("CodeGenAttention", qkv_proj=linear(8, 24), num_attention_heads=2, head_dim=4)
+    module.__class__ = type("FSDPCodeGenAttention", (type(module),), {})
+    return module
+
+
 def _frozen(model: Network) -> Network:
     model.blocks[1].attn.k_proj.weight.requires_grad_(False)
     return model
@@ -481,6 +495,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "heads": (lambda: muon(build("mha"), **_known(heads=3)), "has 16 rows of queries and 16 of keys, which"),
     "fused": (lambda: muon(build("interleaved"), **_known("query_key_value", "v")), "has no matrix 'v'"),
     "norm": (lambda: muon(_with_norm(build("mha"))), "'blocks.1.attn' normalizes queries or keys by 'q_norm'"),
+    "added": (
+        lambda: muon(_with_child("add_q_proj", nn.Linear(WIDTH, WIDTH))),
+        "'blocks.1.attn' .Apart. makes queries or keys by 'add_q_proj' too",
+    ),
+    "bias": (lambda: muon(_with_child("q_bias", nn.Parameter(torch.zeros(WIDTH)))), "keys by 'q_bias' too"),
+    "other order": (lambda: dmuon.QKClip(node(a=_sharded_codegen())), "nothing is known of 'a' .FSDPCodeGenAttention."),
+    "two sets": (
+        lambda: dmuon.QKClip(node(a=of("FeatureAttn", "diffusers.any", to_qkv=linear(8, 40), use_differential=True))),
+        "nothing is known of 'a' .FeatureAttn.",
+    ),
+    "deeper": (
+        lambda: dmuon.QKClip(node(a=of("MyAttention", q_proj=node(linear=linear()), k_proj=node(linear=linear())))),
+        "nothing is known of 'a' .MyAttention.",
+    ),
     "frozen": (lambda: muon(_frozen(build("mha"))), "does not update blocks.1.attn.k_proj by Muon"),
     "twice": (lambda: [dmuon.Muon(made[0], qk_clip=made[1]) for made in [clipped_model()]], "is another optimizer's"),
     "module": (lambda: clipped_model()[1].report("blocks.7", torch.ones(4)), "logits were reported for 'blocks.7'"),
@@ -507,6 +535,25 @@ FAMILIES = {
     "deepseek_v3": ("q_b_proj", "kv_b_proj", 4, 4, 4),
     "bert": ("query", "key", 4, 4, 0),
 }
+
+
+CROSS = {"q_attn": Conv1D(8, False), "c_attn": Conv1D(16, False), "num_heads": 2}
+LATER = {"to_q": linear(), "to_k": linear(), "to_v": linear(), "heads": 2, "fused_projections": True}
+BY_NAME: dict[str, tuple[nn.Module, tuple[str, str]]] = {
+    "cross-attention of GPT-2": (of("GPT2Attention", **CROSS), ("q_attn", "c_attn[0]")),
+    "fused later": (of("Attention", "diffusers.any", to_qkv=linear(8, 24), **LATER), ("to_qkv[0]", "to_qkv[1]")),
+    "keys and values fused later": (
+        of("Attention", "diffusers.any", to_kv=linear(8, 16), **LATER),
+        ("to_q", "to_kv[0]"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_NAME)
+def test_what_makes_queries_and_keys_is_told_by_class_and_names(case: str) -> None:
+    module, expected = BY_NAME[case]
+    (spec,) = (spec for _, spec in dmuon.QKClip(node(attn=module))._modules.values())
+    assert (spec.query, spec.key) == expected and spec.num_heads == spec.keys == 2
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def _may_attend(module: nn.Module, known: Sequence[nn.Module]) -> bool:
         return False
     inside = {id(sub) for sub in module.modules()}
     has_matrix = any(param.ndim > 1 for param in module.parameters())
-    own = any(hasattr(layer, "weight") for layer in module.children())
+    own = any(getattr(getattr(layer, "weight", None), "ndim", 0) > 1 for layer in module.children())
     return own or (has_matrix and not any(id(one) in inside for one in known))
 
 

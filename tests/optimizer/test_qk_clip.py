@@ -546,6 +546,10 @@ BY_NAME: dict[str, tuple[nn.Module, tuple[str, str]]] = {
         of("Attention", "diffusers.any", to_kv=linear(8, 16), **LATER),
         ("to_q", "to_kv[0]"),
     ),
+    "beside a norm, as in T5": (
+        of("T5LayerSelfAttention", norm=nn.RMSNorm(8), attn=of("T5Attention", q=linear(), k=linear(), n_heads=2)),
+        ("q", "k"),
+    ),
 }
 
 

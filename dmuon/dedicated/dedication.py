@@ -175,11 +175,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the model was not dedicated.
     """
+    before = all(dedication.runtime.syncs for dedication in require_dedicated(model))
     set_requires_gradient_sync(model, False)
     try:
         yield
     finally:
-        set_requires_gradient_sync(model, True)
+        set_requires_gradient_sync(model, before)
 
 
 @contextmanager
@@ -364,13 +365,18 @@ class Dedicated(Residency):
         """
         runtime = self._runtime
         runtime.at_rest("step()")
+        waiting: list[str] = []
         for buffer in runtime.buffers:
             for matrix in buffer.matrices if buffer.gradients is GradState.WAITING else ():
                 if matrix.full.grad is not None:
-                    raise RuntimeError(
-                        f"the gradient of {matrix.fqn!r} is not reduced: the last backward before step() must run "
-                        "outside no_sync()"
-                    )
+                    waiting.append(matrix.fqn)
+        of_this_rank = runtime.gradients.averager.waiting
+        waiting += [name for param, name in self._replicated if id(param) in of_this_rank and param.grad is not None]
+        if waiting:
+            raise RuntimeError(
+                f"the gradient of {waiting[0]!r} is not reduced: the last backward before step() must run outside "
+                "no_sync()"
+            )
         present: set[int] = set()
         for param in self.params:
             if param.grad is not None:
@@ -421,10 +427,8 @@ class Dedicated(Residency):
         """Forget gradients that were not reduced yet."""
         if self._runtime.backwards:
             self._runtime.recover()
-        self._runtime.was_entered = False
-        for buffer in self._runtime.buffers:
-            if buffer.gradients is not GradState.NONE:
-                buffer.forget_gradients()
+        for param in self.params:  # what other optimizers have of the model waits on
+            self._runtime.drop_waiting(param)
 
     def shared(self) -> list[Sharing]:
         comm, matrices = self._runtime.comm, list(self._runtime.matrices())

@@ -162,6 +162,9 @@ class OwnedMatrix:
     def set_grad(self, local: Tensor) -> None:
         """Add ``local``, shaped as the master, to the gradient of the resting form."""
         before = REDUCED_GRAD.__get__(self.rest)
+        if before is not None and not isinstance(before, DTensor):  # the program has put a whole one there
+            before = self.rest.like(self.own_part(before), f"{self.fqn}.grad")
+            REDUCED_GRAD.__set__(self.rest, before)
         if before is not None:
             local_tensor(before).add_(local)
             return

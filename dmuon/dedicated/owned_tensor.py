@@ -170,10 +170,21 @@ class OwnedTensor(SavedInBoxes, DTensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The reduced gradient; where none is, this rank's own that waits for a backward with synchronization."""
+        """The reduced gradient; where none is, this rank's own that waits for a backward with synchronization.
+
+        Raises:
+            RuntimeError: there are both, of which an edit would reach one.
+        """
         grad: Tensor | None = REDUCED_GRAD.__get__(self)
-        if grad is None and self._keeper is not None and (keeper := self._keeper()) is not None:
-            grad = keeper.waiting_grad(self)
+        if self._keeper is not None and (keeper := self._keeper()) is not None:
+            waiting: Tensor | None = keeper.waiting_grad(self)
+            if grad is not None and waiting is not None:
+                raise RuntimeError(
+                    f"part of the gradient of {self.fqn!r} is not reduced: a backward inside no_sync() came after one "
+                    "that averaged; the last backward before step(), or before you read or edit it, must run outside "
+                    "no_sync(), and optimizer.zero_grad() clears both parts"
+                )
+            return waiting if grad is None else grad
         return grad
 
     @grad.setter

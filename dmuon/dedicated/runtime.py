@@ -69,6 +69,7 @@ class Runtime:
         buffers: in the order of the model.
         generation: version of the masters, see [Note: what a generation is].
         plan: who owns what, in batches of what size.
+        syncs: backward synchronizes, as far as replicas do.
         reduces: backward brings gradients to their owners; otherwise they accumulate where they arise.
         members: of this model, in some optimizer.
         by_rest: the matrices, by the ``id`` of their resting forms.
@@ -87,7 +88,7 @@ class Runtime:
         self.plan = plan
         self.ns_options: Mapping[str, Any] = {}  # that the optimizer takes from here
         self.generation = 0
-        self._sync = self._all_reduce = self.reduces = True
+        self.syncs = self._all_reduce = self.reduces = True
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.strangers: tuple[GlobalRank, ...] = ()
         self.was_entered = False
@@ -142,7 +143,7 @@ class Runtime:
         waits = buffer is not None and buffer.gradients is GradState.WAITING
         return self.by_rest[id(param)].full.grad if waits else None
 
-    def drop_waiting(self, param: OwnedTensor) -> None:
+    def drop_waiting(self, param: Tensor) -> None:
         """Forget that: the user has cleared or replaced the gradient."""
         self.was_entered = False
         buffer = self._buffer_of.get(id(param))
@@ -151,9 +152,14 @@ class Runtime:
 
     def require(self, *, sync: bool | None = None, all_reduce: bool | None = None) -> None:
         """Let backward synchronize, and reduce across replicas too, or not: no gradient goes half of the way."""
-        self._sync = self._sync if sync is None else sync
+        self.syncs = self.syncs if sync is None else sync
         self._all_reduce = self._all_reduce if all_reduce is None else all_reduce
-        self.reduces = self._sync and (self._all_reduce or self.comm.column is None)
+        self.reduces = self.syncs and (self._all_reduce or self.comm.column is None)
+        for buffer in self.buffers:
+            for matrix in buffer.matrices:
+                wide = torch.promote_types(matrix.full.dtype, buffer.reduce_dtype)
+                if wide != matrix.full.dtype:  # what waits adds up in it, whatever the dtype of what comes then
+                    matrix.full.grad_dtype = wide if not self.reduces and matrix.full.grad is None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Hooks hold the runtime, so copying or pickling a model meets it before its parameters.

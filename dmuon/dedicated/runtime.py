@@ -108,6 +108,7 @@ class Runtime:
         # The first of them hooks what the graph saves, of the whole weights of all.
         self._alike = {alike[0]: (alike, storages_of(alike)) for alike in of_module.values()}
         self.backwards: set[int] = set()
+        self._has_looked = False  # for what is replicated, since the last backward: a program may never call the root
         self.publications = Publications(comm)
         self._has_root = "" in roots
         self._has_streams = streams_of(comm.device) is not None
@@ -258,7 +259,11 @@ class Runtime:
         trains = torch.is_grad_enabled()
         self.order_check.restart()  # blocks may also have run without gradients inside a pass that trains
         if trains:
-            self.gradients.averager.look()
+            self._look()
+
+    def _look(self) -> None:
+        self.gradients.averager.look()
+        self._has_looked = True
 
     def _begin_pass(self) -> None:
         """No block is at work yet, unless a Ctrl-C has ended the last pass, of which torch tells no forward hook."""
@@ -283,8 +288,8 @@ class Runtime:
             if self.backwards and not recomputes:
                 self.recover()
             begins = not (recomputes or self._has_root) and self.first is block
-            if trains and (begins or not self.gradients.averager.looked):
-                self.gradients.averager.look()  # where a pass begins without a root, as far as the model has it now
+            if trains and (begins or not self._has_looked):
+                self._look()  # where a pass begins without a root, as far as the model has it now
             if begins:
                 self._begin_pass()
             if not (recomputes or trains):
@@ -449,6 +454,7 @@ class Runtime:
                 buffer.free()
         if self.reduces:
             self.gradients.finish()
+        self._has_looked = self.backwards != {backward}
         self.backwards.discard(backward)  # last: after an exception above there is something to recover from
 
     # -- recovery --------------------------------------------------------------------------------------------------

@@ -212,6 +212,8 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
     try:
         yield
         edited = [(matrix, _edited(matrix)) for block in blocks for matrix in block.matrices]
+        for matrix, param in edited:
+            matrix.rest.requires_grad_(param.requires_grad)
     finally:
         for block in blocks:
             block.rest()

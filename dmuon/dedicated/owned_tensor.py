@@ -203,6 +203,9 @@ class OwnedTensor(SavedInBoxes, DTensor):
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
         raise self._wrong_data("redistribute()")
 
+    def refuse_writes(self) -> None:
+        """Raise if what is written to it would be lost."""
+
     def _wrong_data(self, call: str) -> RuntimeError:
         return RuntimeError(f"{call} of {self.fqn!r} would return wrong data: it is {self._where}; {_REMEDY}")
 
@@ -346,6 +349,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], owned: Sequence
         RuntimeError: tensors that meet are laid out differently, or not summed yet.
     """
     name = func.overloadpacket.__name__
+    if "out" in kwargs:  # whose keeper would not hear of it
+        raise owned[0].refused(f"{func} with out=")
     of_lists = name.startswith("_foreach")
     # Beside values of a state dict, which can be saved, the result is one, too.
     first = args[0] if of_lists else [next((t for t in owned if type(t) is not OwnedTensor), owned[0])]
@@ -394,8 +399,10 @@ def _parts(value: Any) -> Any:
 @contextmanager
 def _told(written: Sequence[Any]) -> Iterator[None]:
     """Inside, what is owned of ``written`` is written to, of which each keeper is told once."""
-    kept = [t.keeper for t in written if isinstance(t, OwnedTensor)]
-    keepers = {id(keeper): keeper for keeper in kept if keeper is not None}.values()
+    owned = [t for t in written if isinstance(t, OwnedTensor)]
+    for tensor in owned:
+        tensor.refuse_writes()
+    keepers = {id(t.keeper): t.keeper for t in owned if t.keeper is not None}.values()
     for keeper in keepers:
         keeper.before_write()
     yield

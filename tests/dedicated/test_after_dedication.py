@@ -41,6 +41,7 @@ OPERATIONS: dict[str, Callable[[Network, Any, DeviceMesh], Any]] = {
     "mix owners": lambda m, w, mesh: w.data.add_(torch.ones(WIDTH, WIDTH)),
     "copy_": lambda m, w, mesh: w.data.copy_(torch.ones(WIDTH, WIDTH)),
     "data =": lambda m, w, mesh: setattr(w, "data", torch.ones(WIDTH, WIDTH)),
+    "out=": lambda m, w, mesh: torch.mul(w.data, 2.0, out=w.data),
     "random init": lambda m, w, mesh: nn.init.normal_(w),
     "reset_parameters": lambda m, w, mesh: m.blocks[0].mix.reset_parameters(),
     "share_memory": lambda m, w, mesh: w.share_memory_(),

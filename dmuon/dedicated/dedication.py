@@ -24,7 +24,16 @@ from dmuon.comm.context import Comm
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import BufferState, GradState
-from dmuon.dedicated.matrix import OwnedMatrix, Part, as_dtensor, of_elements, of_rows, resting, whole_parameter
+from dmuon.dedicated.matrix import (
+    OwnedMatrix,
+    Part,
+    as_dtensor,
+    of_elements,
+    of_rows,
+    resting,
+    supersede,
+    whole_parameter,
+)
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import dedicated_roots
@@ -56,6 +65,9 @@ class Dedication:
         # Without the parameters, which routes would keep alive.
         self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}
         self._originals = [weakref.ref(r.param) for r in routes if r.block is not None]
+        for route in routes:
+            if route.block is not None:
+                supersede(route.param, runtime.by_name[route.fqn].rest)
         self.is_list = "" not in roots
         self._prefixes = weakref.WeakKeyDictionary({unwrapped(root): prefix for prefix, root in roots.items()})
         for root in roots.values():

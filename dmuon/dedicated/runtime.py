@@ -72,7 +72,7 @@ class Runtime:
         syncs: backward synchronizes, as far as replicas do.
         reduces: backward brings gradients to their owners; otherwise they accumulate where they arise.
         members: of this model, in some optimizer.
-        by_rest: the matrices, by the ``id`` of their resting forms.
+        by_rest, by_name: the matrices, by the ``id`` of their resting forms, and by name.
         backwards: that have come to a block and not ended yet.
         strangers: ranks of a model around this one that hold other matrices by these names, and not these.
         first: block of the last forward; until one has run, of the model.
@@ -116,7 +116,7 @@ class Runtime:
             roots[""].register_forward_pre_hook(self._root_pre_forward)
             roots[""].register_forward_hook(self._root_post_forward)
         self.by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
-        self._by_name = {matrix.fqn: matrix for matrix in self.matrices()}
+        self.by_name = {matrix.fqn: matrix for matrix in self.matrices()}
         self._buffer_of = {key: buffer for buffer in self.buffers for key in buffer.params}
         self._block_of = {id(matrix.full): block for block in self.blocks for matrix in block.matrices}
         for matrix in self.matrices():
@@ -191,7 +191,7 @@ class Runtime:
         Raises:
             ValueError, RuntimeError: on every rank, if some rank cannot.
         """
-        matrix = self._by_name[param.fqn]  # ``param`` may be an alias
+        matrix = self.by_name[param.fqn]  # ``param`` may be an alias
         state = state_of(matrix.master, matrix, matrix.fqn)
         fault: Exception | None = None
         try:

@@ -97,6 +97,23 @@ def test_moves_that_change_nothing_keep_training_exact(rank: int, world: int) ->
         assert_equal_weights(full_state(model), reference_weights(2))
 
 
+@on_ranks(2)
+def test_parameters_from_before_are_refused_where_they_would_be_trained(rank: int, world: int) -> None:
+    model = build()
+    kept, groups = [*model.parameters()], dmuon.param_groups(model)
+    dedicate(model)
+    uses: tuple[Callable[[], Any], ...] = (
+        lambda: dmuon.Muon(kept),
+        lambda: dmuon.Muon(groups),
+        lambda: dmuon.clip_grad_norm_(kept, 1.0),
+    )
+    for use in uses:
+        with pytest.raises(ValueError, match=r"'blocks\.0\.mix\.weight', but what the model had in its place before"):
+            use()
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.mix\.weight' before dedicate_params got a gradient"):
+        kept[3].sum().backward()
+
+
 EDITS: list[tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] = [  # and what they make of the first weight
     (lambda w: w.data.mul_(2), lambda w: 2 * w),
     (lambda w: w.mul_(0.5), lambda w: w),

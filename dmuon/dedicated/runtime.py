@@ -338,6 +338,8 @@ class Runtime:
                     returned.append(leaf)
                     devices.add(leaf.device)
         self._reshard(block, self.following.get(block))
+        if error is not None:
+            block.calls = max(0, block.calls - trains)  # no backward will come to its boundary
         if error is not None or not trains:
             return None
         if returned:
@@ -437,14 +439,15 @@ class Runtime:
     def _root_post_backward(self, backward: int) -> None:
         """All gradients are reduced and visible when ``backward()`` returns.
 
-        What blocks have started by themselves came in the order of this backward. What is left is started in the order
-        of the model, since the order in which gradients came here may be this rank's own; then all is waited for, and
-        averages and the vote follow ([Note: a backward on its streams]).
+        What blocks have started by themselves came in the order of this backward. What is left is started from the end
+        of the model, since the order in which gradients came here may be this rank's own, and as other ranks do if this
+        one alone has run forwards without a backward; then all is waited for, and averages and the vote follow
+        ([Note: a backward on its streams]).
         """
-        for block in self.blocks:
+        for block in reversed(self.blocks):
             if block.backward == backward:
                 self._end_block(block)
-        for buffer in self.buffers:
+        for buffer in reversed(self.buffers):
             # Either a block of it did not run, or a backward before this one has left something.
             if buffer.gradients is GradState.READY or (self.reduces and buffer.gradients is GradState.WAITING):
                 self.gradients.reduce(buffer)

@@ -83,6 +83,7 @@ class Block:
         self.saving: list[SavedTensors] = []
         self.generation = -1
         self._versions = [-1] * len(self.matrices)  # of whole weights when they were put into the modules
+        self._storages = {storage_id(storage) for storage in buffer.storages}
 
     @property
     def module(self) -> nn.Module | None:
@@ -116,7 +117,9 @@ class Block:
         """
         edited = None
         for matrix, version in zip(self.matrices, self._versions, strict=True):
-            if matrix.full._version != version:
+            # Whoever sets its `.data` lets it view other memory from then on.
+            is_moved = storage_id(local_tensor(matrix.full).untyped_storage()) not in self._storages
+            if is_moved or matrix.full._version != version:
                 edited = matrix
             for held, name in matrix.places:
                 held[name] = matrix.rest

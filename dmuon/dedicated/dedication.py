@@ -24,7 +24,16 @@ from dmuon.comm.context import Comm
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import BufferState, GradState
-from dmuon.dedicated.matrix import OwnedMatrix, Part, as_dtensor, of_elements, of_rows, resting, whole_parameter
+from dmuon.dedicated.matrix import (
+    OwnedMatrix,
+    Part,
+    as_dtensor,
+    of_elements,
+    of_rows,
+    resting,
+    supersede,
+    whole_parameter,
+)
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import dedicated_roots
@@ -56,6 +65,9 @@ class Dedication:
         # Without the parameters, which routes would keep alive.
         self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}
         self._originals = [weakref.ref(r.param) for r in routes if r.block is not None]
+        for route in routes:
+            if route.block is not None:
+                supersede(route.param, runtime.by_name[route.fqn].rest)
         self.is_list = "" not in roots
         self._prefixes = weakref.WeakKeyDictionary({unwrapped(root): prefix for prefix, root in roots.items()})
         for root in roots.values():
@@ -175,11 +187,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the model was not dedicated.
     """
+    before = all(dedication.runtime.syncs for dedication in require_dedicated(model))
     set_requires_gradient_sync(model, False)
     try:
         yield
     finally:
-        set_requires_gradient_sync(model, True)
+        set_requires_gradient_sync(model, before)
 
 
 @contextmanager
@@ -211,6 +224,8 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
     try:
         yield
         edited = [(matrix, _edited(matrix)) for block in blocks for matrix in block.matrices]
+        for matrix, param in edited:
+            matrix.rest.requires_grad_(param.requires_grad)
     finally:
         for block in blocks:
             block.rest()
@@ -364,13 +379,18 @@ class Dedicated(Residency):
         """
         runtime = self._runtime
         runtime.at_rest("step()")
+        waiting: list[str] = []
         for buffer in runtime.buffers:
             for matrix in buffer.matrices if buffer.gradients is GradState.WAITING else ():
                 if matrix.full.grad is not None:
-                    raise RuntimeError(
-                        f"the gradient of {matrix.fqn!r} is not reduced: the last backward before step() must run "
-                        "outside no_sync()"
-                    )
+                    waiting.append(matrix.fqn)
+        of_this_rank = runtime.gradients.averager.waiting
+        waiting += [name for param, name in self._replicated if id(param) in of_this_rank and param.grad is not None]
+        if waiting:
+            raise RuntimeError(
+                f"the gradient of {waiting[0]!r} is not reduced: the last backward before step() must run outside "
+                "no_sync()"
+            )
         present: set[int] = set()
         for param in self.params:
             if param.grad is not None:
@@ -421,10 +441,8 @@ class Dedicated(Residency):
         """Forget gradients that were not reduced yet."""
         if self._runtime.backwards:
             self._runtime.recover()
-        self._runtime.was_entered = False
-        for buffer in self._runtime.buffers:
-            if buffer.gradients is not GradState.NONE:
-                buffer.forget_gradients()
+        for param in self.params:  # what other optimizers have of the model waits on
+            self._runtime.drop_waiting(param)
 
     def shared(self) -> list[Sharing]:
         comm, matrices = self._runtime.comm, list(self._runtime.matrices())

@@ -264,6 +264,7 @@ class Gradients:
         """Wait for everything under way, agree on what is unused, and average what is replicated."""
         while self._reductions:
             self._finish_oldest()
+        self.averager.waiting.clear()
         self._settle(self.averager.finish() if self.averager.params else [])
 
     def discard(self) -> None:

@@ -19,8 +19,9 @@ them the modules hold (``Block``) and whether the slot has memory (``OwnedBuffer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -162,6 +163,9 @@ class OwnedMatrix:
     def set_grad(self, local: Tensor) -> None:
         """Add ``local``, shaped as the master, to the gradient of the resting form."""
         before = REDUCED_GRAD.__get__(self.rest)
+        if before is not None and not isinstance(before, DTensor):  # the program has put a whole one there
+            before = self.rest.like(self.own_part(before), f"{self.fqn}.grad")
+            REDUCED_GRAD.__set__(self.rest, before)
         if before is not None:
             local_tensor(before).add_(local)
             return
@@ -273,6 +277,33 @@ def resting(param: nn.Parameter) -> nn.Parameter:
     """The resting form of what a module holds; ``param`` itself where nothing stands in for one."""
     rest: nn.Parameter = getattr(param, "_dmuon_rest", param)
     return rest
+
+
+def supersede(param: nn.Parameter, rest: OwnedTensor) -> None:
+    """Modules hold ``rest`` from now on. Whoever keeps ``param`` for later is told before anything goes wrong by it."""
+    param._dmuon_rest = rest  # type: ignore[attr-defined]
+    if param.requires_grad:
+        param.register_post_accumulate_grad_hook(partial(_refuse_gradient, rest.fqn))
+
+
+def _refuse_gradient(fqn: str, _param: Tensor) -> None:
+    raise RuntimeError(
+        f"what was parameter {fqn!r} before dedicate_params got a gradient: a module, or another one that shares the "
+        "weight, has kept a reference to it and computes with it; take the weight from the module that holds it, in "
+        "each forward"
+    )
+
+
+def require_resting(params: Iterable[Tensor]) -> None:
+    """Raise ValueError for what was a parameter before dedication, or stands in for one: it gets no gradient."""
+    for param in params:
+        rest: OwnedTensor | None = getattr(param, "_dmuon_rest", None)
+        if rest is not None:
+            raise ValueError(
+                f"a tensor of shape {tuple(param.shape)} is not parameter {rest.fqn!r}, but what the model had in its "
+                "place before dedicate_params, or has inside a forward or summon_full_params: ask the model for its "
+                "parameters, or dmuon.param_groups for groups, after dedicate_params and outside of these"
+            )
 
 
 def initial_master(value: Tensor, weight: Weight, comm: Comm) -> Tensor:

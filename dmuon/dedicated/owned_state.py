@@ -82,10 +82,13 @@ class OwnedState(OwnedTensor):
     Attributes:
         chunks: that this rank has.
         spec: of which matrices the tensor is made.
+        is_of_model: it stands in what ``state_dict()`` of the model has just returned. Torch's shares the memory of the
+            parameter, to which programs write by it.
     """
 
     chunks: tuple[Chunk, ...]
     spec: MatrixSpec
+    is_of_model = False
     allowed = LOCAL.union(_CONVERSIONS)
     kept = ("owners", "chunks", "spec")
     keeps = "a state dict of a dedicated model keeps"
@@ -154,6 +157,14 @@ class OwnedState(OwnedTensor):
         for box, part in self.boxed():
             part.copy_(whole[_slices(box)])
 
+    def refuse_writes(self) -> None:
+        if self.is_of_model:
+            raise RuntimeError(
+                f"{self.fqn!r} in state_dict() of a dedicated model is a copy: what is written to it would not reach "
+                "the model; write to the parameter of model.named_parameters() inside torch.no_grad(), or call "
+                "load_state_dict(); what you keep beside the model, clone() first"
+            )
+
     def refused(self, what: str, operation: str = "") -> RuntimeError:
         return RuntimeError(
             f"{what} is not available on {self.fqn!r} in a state dict of a dedicated model: it is {self._where} and "
@@ -177,7 +188,7 @@ class OwnedState(OwnedTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         warn_of_parts()
-        return DTensor.__reduce_ex__(self, protocol)
+        return DTensor.__reduce_ex__(self.detach() if self.is_of_model else self, protocol)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -170,10 +170,21 @@ class OwnedTensor(SavedInBoxes, DTensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The reduced gradient; where none is, this rank's own that waits for a backward with synchronization."""
+        """The reduced gradient; where none is, this rank's own that waits for a backward with synchronization.
+
+        Raises:
+            RuntimeError: there are both, of which an edit would reach one.
+        """
         grad: Tensor | None = REDUCED_GRAD.__get__(self)
-        if grad is None and self._keeper is not None and (keeper := self._keeper()) is not None:
-            grad = keeper.waiting_grad(self)
+        if self._keeper is not None and (keeper := self._keeper()) is not None:
+            waiting: Tensor | None = keeper.waiting_grad(self)
+            if grad is not None and waiting is not None:
+                raise RuntimeError(
+                    f"part of the gradient of {self.fqn!r} is not reduced: a backward inside no_sync() came after one "
+                    "that averaged; the last backward before step(), or before you read or edit it, must run outside "
+                    "no_sync(), and optimizer.zero_grad() clears both parts"
+                )
+            return waiting if grad is None else grad
         return grad
 
     @grad.setter
@@ -191,6 +202,9 @@ class OwnedTensor(SavedInBoxes, DTensor):
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
         raise self._wrong_data("redistribute()")
+
+    def refuse_writes(self) -> None:
+        """Raise if what is written to it would be lost."""
 
     def _wrong_data(self, call: str) -> RuntimeError:
         return RuntimeError(f"{call} of {self.fqn!r} would return wrong data: it is {self._where}; {_REMEDY}")
@@ -335,6 +349,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], owned: Sequence
         RuntimeError: tensors that meet are laid out differently, or not summed yet.
     """
     name = func.overloadpacket.__name__
+    if "out" in kwargs:  # whose keeper would not hear of it
+        raise owned[0].refused(f"{func} with out=")
     of_lists = name.startswith("_foreach")
     # Beside values of a state dict, which can be saved, the result is one, too.
     first = args[0] if of_lists else [next((t for t in owned if type(t) is not OwnedTensor), owned[0])]
@@ -383,8 +399,10 @@ def _parts(value: Any) -> Any:
 @contextmanager
 def _told(written: Sequence[Any]) -> Iterator[None]:
     """Inside, what is owned of ``written`` is written to, of which each keeper is told once."""
-    kept = [t.keeper for t in written if isinstance(t, OwnedTensor)]
-    keepers = {id(keeper): keeper for keeper in kept if keeper is not None}.values()
+    owned = [t for t in written if isinstance(t, OwnedTensor)]
+    for tensor in owned:
+        tensor.refuse_writes()
+    keepers = {id(t.keeper): t.keeper for t in owned if t.keeper is not None}.values()
     for keeper in keepers:
         keeper.before_write()
     yield

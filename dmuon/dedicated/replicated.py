@@ -171,6 +171,7 @@ class GradAverager:
         names: of what this rank has found.
         looked: whether any forward has.
         changed: this rank has found others than all ranks have agreed on.
+        waiting: by ``id``, what has a gradient of this rank that no backward has averaged yet.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class GradAverager:
         self._managed = managed
         self._hook = hook
         self.changed = False
+        self.waiting: set[int] = set()
         self._buckets: list[list[nn.Parameter]] = []
 
     # -- what is averaged ------------------------------------------------------------------------------------------
@@ -295,6 +297,7 @@ class GradAverager:
 
     def arrived(self, param: Tensor) -> None:
         """The gradient of ``param`` is there."""
+        self.waiting.add(id(param))
         grad = param.grad
         if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
             # At once, so that this collective is issued in the order of the graph, as those of tensor parallelism are.

@@ -69,9 +69,10 @@ class Runtime:
         buffers: in the order of the model.
         generation: version of the masters, see [Note: what a generation is].
         plan: who owns what, in batches of what size.
+        syncs: backward synchronizes, as far as replicas do.
         reduces: backward brings gradients to their owners; otherwise they accumulate where they arise.
         members: of this model, in some optimizer.
-        by_rest: the matrices, by the ``id`` of their resting forms.
+        by_rest, by_name: the matrices, by the ``id`` of their resting forms, and by name.
         backwards: that have come to a block and not ended yet.
         strangers: ranks of a model around this one that hold other matrices by these names, and not these.
         first: block of the last forward; until one has run, of the model.
@@ -87,7 +88,7 @@ class Runtime:
         self.plan = plan
         self.ns_options: Mapping[str, Any] = {}  # that the optimizer takes from here
         self.generation = 0
-        self._sync = self._all_reduce = self.reduces = True
+        self.syncs = self._all_reduce = self.reduces = True
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.strangers: tuple[GlobalRank, ...] = ()
         self.was_entered = False
@@ -107,6 +108,7 @@ class Runtime:
         # The first of them hooks what the graph saves, of the whole weights of all.
         self._alike = {alike[0]: (alike, storages_of(alike)) for alike in of_module.values()}
         self.backwards: set[int] = set()
+        self._has_looked = False  # for what is replicated, since the last backward: a program may never call the root
         self.publications = Publications(comm)
         self._has_root = "" in roots
         self._has_streams = streams_of(comm.device) is not None
@@ -114,7 +116,7 @@ class Runtime:
             roots[""].register_forward_pre_hook(self._root_pre_forward)
             roots[""].register_forward_hook(self._root_post_forward)
         self.by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
-        self._by_name = {matrix.fqn: matrix for matrix in self.matrices()}
+        self.by_name = {matrix.fqn: matrix for matrix in self.matrices()}
         self._buffer_of = {key: buffer for buffer in self.buffers for key in buffer.params}
         self._block_of = {id(matrix.full): block for block in self.blocks for matrix in block.matrices}
         for matrix in self.matrices():
@@ -142,7 +144,7 @@ class Runtime:
         waits = buffer is not None and buffer.gradients is GradState.WAITING
         return self.by_rest[id(param)].full.grad if waits else None
 
-    def drop_waiting(self, param: OwnedTensor) -> None:
+    def drop_waiting(self, param: Tensor) -> None:
         """Forget that: the user has cleared or replaced the gradient."""
         self.was_entered = False
         buffer = self._buffer_of.get(id(param))
@@ -151,9 +153,14 @@ class Runtime:
 
     def require(self, *, sync: bool | None = None, all_reduce: bool | None = None) -> None:
         """Let backward synchronize, and reduce across replicas too, or not: no gradient goes half of the way."""
-        self._sync = self._sync if sync is None else sync
+        self.syncs = self.syncs if sync is None else sync
         self._all_reduce = self._all_reduce if all_reduce is None else all_reduce
-        self.reduces = self._sync and (self._all_reduce or self.comm.column is None)
+        self.reduces = self.syncs and (self._all_reduce or self.comm.column is None)
+        for buffer in self.buffers:
+            for matrix in buffer.matrices:
+                wide = torch.promote_types(matrix.full.dtype, buffer.reduce_dtype)
+                if wide != matrix.full.dtype:  # what waits adds up in it, whatever the dtype of what comes then
+                    matrix.full.grad_dtype = wide if not self.reduces and matrix.full.grad is None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Hooks hold the runtime, so copying or pickling a model meets it before its parameters.
@@ -184,7 +191,7 @@ class Runtime:
         Raises:
             ValueError, RuntimeError: on every rank, if some rank cannot.
         """
-        matrix = self._by_name[param.fqn]  # ``param`` may be an alias
+        matrix = self.by_name[param.fqn]  # ``param`` may be an alias
         state = state_of(matrix.master, matrix, matrix.fqn)
         fault: Exception | None = None
         try:
@@ -252,7 +259,11 @@ class Runtime:
         trains = torch.is_grad_enabled()
         self.order_check.restart()  # blocks may also have run without gradients inside a pass that trains
         if trains:
-            self.gradients.averager.look()
+            self._look()
+
+    def _look(self) -> None:
+        self.gradients.averager.look()
+        self._has_looked = True
 
     def _begin_pass(self) -> None:
         """No block is at work yet, unless a Ctrl-C has ended the last pass, of which torch tells no forward hook."""
@@ -277,8 +288,8 @@ class Runtime:
             if self.backwards and not recomputes:
                 self.recover()
             begins = not (recomputes or self._has_root) and self.first is block
-            if trains and (begins or not self.gradients.averager.looked):
-                self.gradients.averager.look()  # where a pass begins without a root, as far as the model has it now
+            if trains and (begins or not self._has_looked):
+                self._look()  # where a pass begins without a root, as far as the model has it now
             if begins:
                 self._begin_pass()
             if not (recomputes or trains):
@@ -327,6 +338,8 @@ class Runtime:
                     returned.append(leaf)
                     devices.add(leaf.device)
         self._reshard(block, self.following.get(block))
+        if error is not None:
+            block.calls = max(0, block.calls - trains)  # no backward will come to its boundary
         if error is not None or not trains:
             return None
         if returned:
@@ -426,14 +439,15 @@ class Runtime:
     def _root_post_backward(self, backward: int) -> None:
         """All gradients are reduced and visible when ``backward()`` returns.
 
-        What blocks have started by themselves came in the order of this backward. What is left is started in the order
-        of the model, since the order in which gradients came here may be this rank's own; then all is waited for, and
-        averages and the vote follow ([Note: a backward on its streams]).
+        What blocks have started by themselves came in the order of this backward. What is left is started from the end
+        of the model, since the order in which gradients came here may be this rank's own, and as other ranks do if this
+        one alone has run forwards without a backward; then all is waited for, and averages and the vote follow
+        ([Note: a backward on its streams]).
         """
-        for block in self.blocks:
+        for block in reversed(self.blocks):
             if block.backward == backward:
                 self._end_block(block)
-        for buffer in self.buffers:
+        for buffer in reversed(self.buffers):
             # Either a block of it did not run, or a backward before this one has left something.
             if buffer.gradients is GradState.READY or (self.reduces and buffer.gradients is GradState.WAITING):
                 self.gradients.reduce(buffer)
@@ -443,6 +457,7 @@ class Runtime:
                 buffer.free()
         if self.reduces:
             self.gradients.finish()
+        self._has_looked = self.backwards != {backward}
         self.backwards.discard(backward)  # last: after an exception above there is something to recover from
 
     # -- recovery --------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ class _StateDicts:
         """Put copies of what this rank owns where torch has put the parameters."""
         self.runtime.at_rest("state_dict()", summoned=True)
         for name, matrix in self.resting(module).items():
-            state_dict[prefix + name] = state_of(matrix.master, matrix, matrix.fqn)
+            state_dict[prefix + name] = state = state_of(matrix.master, matrix, matrix.fqn)
+            state.is_of_model = True
 
     def begin_load(
         self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *further: Any

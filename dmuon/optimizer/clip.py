@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.norm import absent_term, by_kind, join_terms, norms_of, reduce_terms, split_over, whole_terms
+from dmuon.dedicated.matrix import require_resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.layout.topology import listed
@@ -57,7 +58,7 @@ def clip_grad_norm_(
     Raises:
         ValueError: a NaN or negative ``max_norm``, a NaN ``norm_type``, a ``pp_mesh`` of several dimensions, a gradient
             that is Partial, one on a mesh without this rank, or one that other ranks hold others like, such as plain
-            parts of experts.
+            parts of experts; a parameter from before ``dedicate_params``.
         RuntimeError: the total is not finite and ``error_if_nonfinite`` is set; a gradient without elements, whose norm
             of a negative or infinite order does not exist; no foreach kernels.
     """
@@ -69,6 +70,7 @@ def clip_grad_norm_(
     if pp_mesh is not None and pp_mesh.ndim != 1:
         raise ValueError(f"pp_mesh must have one dimension, that of the pipeline stages, got {pp_mesh}")
     tensors = _listed(parameters)
+    require_resting(tensors)
     _require_alike(tensors)
     grads = _gradients(tensors, foreach)
     for number, grad in enumerate(() if 0 <= order < math.inf else grads):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from dmuon.dedicated.dedication import dedication_of, dedications, undedicated
+from dmuon.dedicated.matrix import require_resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.model.blocks import canonical_fqn
@@ -432,6 +433,7 @@ def check_param(param: Tensor, use_muon: bool, *, shards: bool, flat: bool) -> N
         shards: plain tensors may be shards, whose shapes say nothing of the whole ones.
         flat: they may have one dimension, or any number: a user's own functions know of what they are.
     """
+    require_resting([param])
     name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {shape_of(param)}"
     if use_muon and unwrapped_for_ddp(param):
         raise ValueError(

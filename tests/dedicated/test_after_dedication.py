@@ -38,6 +38,7 @@ OPERATIONS: dict[str, Callable[[Network, Any, DeviceMesh], Any]] = {
     "mix owners": lambda m, w, mesh: w.data.add_(torch.ones(WIDTH, WIDTH)),
     "copy_": lambda m, w, mesh: w.data.copy_(torch.ones(WIDTH, WIDTH)),
     "data =": lambda m, w, mesh: setattr(w, "data", torch.ones(WIDTH, WIDTH)),
+    "out=": lambda m, w, mesh: torch.mul(w.data, 2.0, out=w.data),
     "random init": lambda m, w, mesh: nn.init.normal_(w),
     "share_memory": lambda m, w, mesh: w.share_memory_(),
     "weight_norm": lambda m, w, mesh: nn.utils.parametrizations.weight_norm(m.blocks[0].mix),
@@ -90,6 +91,23 @@ def test_moves_that_change_nothing_keep_training_exact(rank: int, world: int) ->
             train(model, optimizer, [step], rank, world)
             move(model)
         assert_equal_weights(full_state(model), reference_weights(2))
+
+
+@on_ranks(2)
+def test_parameters_from_before_are_refused_where_they_would_be_trained(rank: int, world: int) -> None:
+    model = build()
+    kept, groups = [*model.parameters()], dmuon.param_groups(model)
+    dedicate(model)
+    uses: tuple[Callable[[], Any], ...] = (
+        lambda: dmuon.Muon(kept),
+        lambda: dmuon.Muon(groups),
+        lambda: dmuon.clip_grad_norm_(kept, 1.0),
+    )
+    for use in uses:
+        with pytest.raises(ValueError, match=r"'blocks\.0\.mix\.weight', but what the model had in its place before"):
+            use()
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.mix\.weight' before dedicate_params got a gradient"):
+        kept[3].sum().backward()
 
 
 EDITS: list[tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] = [  # and what they make of the first weight

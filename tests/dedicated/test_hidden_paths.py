@@ -132,9 +132,13 @@ def test_an_edit_of_a_weight_in_forward_is_refused(rank: int, world: int) -> Non
             block.first.weight.clamp_(-0.1, 0.1)
         return block.first(x)
 
-    for keep in (False, True):
+    def replaces(block: nn.Module, x: Tensor) -> Tensor:
+        block.first.weight.data = block.first.weight.data.clamp(-0.1, 0.1)
+        return block.first(x)
+
+    for edits, keep in product((clamps, replaces), (False, True)):
         with pytest.raises(RuntimeError, match=r"'blocks\.0\.first\.weight' was changed in place inside the forward"):
-            dedicated(clamps, reshard_after_forward=not keep)(torch.ones(2, 4))
+            dedicated(edits, reshard_after_forward=not keep)(torch.ones(2, 4))
 
 
 @on_ranks(2)

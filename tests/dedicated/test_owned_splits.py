@@ -97,6 +97,15 @@ def test_whole_weights_can_be_read_and_edited(rank: int, world: int) -> None:
         assert torch.equal(found[name], 2 * expected[name])
 
 
+@on_ranks(2)
+def test_what_is_frozen_or_thawed_among_whole_weights_stays_so(rank: int, world: int) -> None:
+    model, *_ = fused("shard-2")
+    for flag in (False, True):
+        with dmuon.summon_full_params(model):
+            model.requires_grad_(flag)
+        assert {param.requires_grad for param in model.parameters()} == {flag}
+
+
 @on_ranks(4)
 def test_gradients_are_accumulated_part_by_part(rank: int, world: int) -> None:
     """Two halves of a batch make the step of the whole."""

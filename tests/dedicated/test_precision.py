@@ -95,6 +95,19 @@ def test_owned_gradients_are_reduced_in_fp32_unless_the_policy_says_otherwise(
     assert max(relative_errors(found, other).values()) > 1e-3, "reduce_dtype must change something"
 
 
+@on_ranks(2)
+def test_micro_batches_inside_no_sync_are_added_up_in_fp32(rank: int, world: int) -> None:
+    """As those outside of it are: by bf16 the last of many would be rounded off."""
+    norms = []
+    for synchronizes in (True, False):
+        laid = lay("1d", build(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+        for step in range(32):
+            dmuon.set_requires_gradient_sync(laid.model, synchronizes or step == 31)
+            laid.backward(step % 4)
+        norms.append(torch.stack([p.grad.norm() for p in dmuon.owned_parameters(laid.model)]).sort().values)
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-4, atol=0.0)
+
+
 # -- a model in bf16 -----------------------------------------------------------------------------------------------
 
 TINY = 1e-5

@@ -160,6 +160,22 @@ def test_whatever_a_model_trains_is_averaged(
             torch.testing.assert_close(found[name], grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.pitfall("P86")
+@on_ranks(2)
+def test_what_thaws_is_averaged_though_nobody_calls_the_model_itself(rank: int, world: int) -> None:
+    """As of a model with several encoders, of which programs call methods."""
+    model = build()
+    model.head.requires_grad_(False)
+    dedicate(model)
+    for backward in range(3):
+        model.zero_grad()
+        loss_of(model.forward, *shard(batch(backward), rank, world)).backward()  # type: ignore[arg-type]
+        model.head.requires_grad_(True)
+    alone = build()
+    loss_of(alone, *batch(2)).backward()
+    torch.testing.assert_close(model.head.weight.grad, alone.head.weight.grad)
+
+
 @pytest.mark.pitfall("P97")
 @on_ranks(2)
 def test_gradients_that_fsdp2_is_told_to_sum_are_refused(rank: int, world: int) -> None:

@@ -114,6 +114,25 @@ def test_shards_are_gathered_and_load_as_any_dtensor(rank: int, world: int) -> N
     assert_same_tensors({name: whole(value) for name, value in other.model.state_dict().items()}, expected)
 
 
+@on_ranks(2)
+def test_writes_to_a_state_dict_of_the_model_are_refused_and_to_what_is_made_of_it_are_not(
+    rank: int, world: int
+) -> None:
+    """As in average.state_dict()[name].copy_(value), by which torch's own would change the average."""
+    model = start("1d-two-lines").model
+    name, value = next((n, v) for n, v in model.state_dict().items() if n.endswith("up.weight"))
+    writes: tuple[Callable[[], Any], ...] = (
+        lambda: value.copy_(value.clone()),
+        lambda: value.mul_(0.5),
+        lambda: torch._foreach_mul_([value], 0.5),
+    )
+    for write in writes:
+        with pytest.raises(RuntimeError, match=rf"'{name}' in state_dict\(\) of a dedicated model is a copy"):
+            write()
+    for kept in (value.clone(), copy.deepcopy(value), torch.load(pickled(value), weights_only=False)):
+        assert kept.lerp_(value, 0.5) is kept
+
+
 USES: dict[str, Callable[[Tensor], Tensor]] = {
     "detach": lambda value: value.detach(),
     "clone": lambda value: value.clone(),

@@ -38,6 +38,31 @@ def test_one_rank_alone_may_run_a_kept_block_without_gradients_inside_a_forward(
     assert_equal_weights(full_state(model), reference_weights(steps=4))
 
 
+@pytest.mark.parametrize("layout", ["1d-two-lines", "ddp-2"])
+@on_ranks(2)
+def test_one_rank_alone_may_run_forwards_that_no_backward_follows(rank: int, world: int, layout: str) -> None:
+    """To look at a loss, or since one failed and is tried again: reductions come in one order all the same."""
+    model = build()
+    laid = lay(layout, model, keep=True)
+    optimizer = laid.optimizer()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    for step in range(4):
+        optimizer.zero_grad()
+        if rank == 0 and step == 1:
+            laid.loss(step)
+        if rank == 0 and step == 2:
+            handle = model.blocks[1].up.register_forward_pre_hook(fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                laid.loss(step)
+            handle.remove()
+        laid.backward(step)
+        optimizer.step()
+    assert_equal_weights(full_state(model), reference_weights(steps=4))
+
+
 # -- compile ------------------------------------------------------------------------------------------------------
 
 

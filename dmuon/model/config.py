@@ -241,7 +241,7 @@ def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping
 
 def _build(transformers: ModuleType, kind: str, fields: dict[str, Any]) -> nn.Module:
     config = transformers.AutoConfig.for_model(kind, **fields)
-    named = (getattr(transformers, str(name), None) for name in fields.get("architectures") or ())
+    named: list[Any] = [getattr(transformers, str(name), None) for name in fields.get("architectures") or ()]
     makers = [cls._from_config for cls in named if getattr(cls, "config_class", None) is type(config)][:1]
     if not makers:
         # A language model first, since only it declares its output head, but not one that is a part of the model.

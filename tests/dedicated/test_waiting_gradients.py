@@ -23,7 +23,7 @@ def test_a_gradient_in_two_parts_is_not_shown_by_one_of_them(rank: int, world: i
     """Of zeros that were left and what no_sync has added, an edit, or a dropped batch, would reach the zeros only."""
     laid = lay(layout, build())
     optimizer = laid.optimizer()
-    param = next(iter(dmuon.owned_parameters(laid.model)))
+    param = min(dmuon.owned_parameters(laid.model), key=lambda param: param.fqn)
     laid.backward(0)
     optimizer.zero_grad(set_to_none=False)
     with dmuon.no_sync(laid.model):
@@ -65,7 +65,7 @@ def test_an_optimizer_clears_no_gradient_of_another_one(rank: int, world: int) -
 @on_ranks(2)
 def test_no_sync_inside_no_sync_ends_with_the_outer_one(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build())
-    param = next(iter(dmuon.owned_parameters(laid.model)))
+    param = min(dmuon.owned_parameters(laid.model), key=lambda param: param.fqn)
     with dmuon.no_sync(laid.model):
         with dmuon.no_sync(laid.model):
             laid.backward(0)

@@ -8,6 +8,7 @@ columns where it is interleaved with others; neighbours in a stack that have one
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -82,13 +83,13 @@ class OwnedState(OwnedTensor):
     Attributes:
         chunks: that this rank has.
         spec: of which matrices the tensor is made.
-        is_of_model: it stands in what ``state_dict()`` of the model has just returned. Torch's shares the memory of the
-            parameter, to which programs write by it.
+        param: of which it stands in what ``state_dict()`` of the model returned; None elsewhere. Torch's shares the
+            memory of the parameter, to which programs write by it.
     """
 
     chunks: tuple[Chunk, ...]
     spec: MatrixSpec
-    is_of_model = False
+    param: weakref.ref[Tensor] | None = None
     allowed = LOCAL.union(_CONVERSIONS)
     kept = ("owners", "chunks", "spec")
     keeps = "a state dict of a dedicated model keeps"
@@ -104,6 +105,12 @@ class OwnedState(OwnedTensor):
             if tuple(args[1]) != tuple(state.shape):
                 raise state.refused(str(func))
             return state.like(local_tensor(state).new_empty(local_tensor(state).shape, **(kwargs or {})))
+        if func is torch.ops.aten.copy_.default and isinstance(state, OwnedState) and state.param is not None:
+            newer = args[1]
+            if isinstance(newer, OwnedState) and newer.param is not None and newer.param() is state.param():
+                # This brings an older state dict up to date, and would not change the model.
+                local_tensor(state).copy_(local_tensor(newer))
+                return state
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
@@ -158,7 +165,7 @@ class OwnedState(OwnedTensor):
             part.copy_(whole[_slices(box)])
 
     def refuse_writes(self) -> None:
-        if self.is_of_model:
+        if self.param is not None:
             raise RuntimeError(
                 f"{self.fqn!r} in state_dict() of a dedicated model is a copy: what is written to it would not reach "
                 "the model; write to the parameter of model.named_parameters() inside torch.no_grad(), or call "
@@ -188,7 +195,7 @@ class OwnedState(OwnedTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         warn_of_parts()
-        return DTensor.__reduce_ex__(self.detach() if self.is_of_model else self, protocol)
+        return DTensor.__reduce_ex__(self if self.param is None else self.detach(), protocol)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

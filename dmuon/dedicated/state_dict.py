@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -95,7 +96,7 @@ class _StateDicts:
         self.runtime.at_rest("state_dict()", summoned=True)
         for name, matrix in self.resting(module).items():
             state_dict[prefix + name] = state = state_of(matrix.master, matrix, matrix.fqn)
-            state.is_of_model = True
+            state.param = weakref.ref(matrix.rest)
 
     def begin_load(
         self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *further: Any

@@ -131,6 +131,10 @@ def test_writes_to_a_state_dict_of_the_model_are_refused_and_to_what_is_made_of_
             write()
     for kept in (value.clone(), copy.deepcopy(value), torch.load(pickled(value), weights_only=False)):
         assert kept.lerp_(value, 0.5) is kept
+    with torch.no_grad():
+        model.get_parameter(name).mul_(2.0)
+    value.copy_(model.state_dict()[name])  # as torchtitan does with the one that it keeps
+    torch.testing.assert_close(value.full_tensor(), model.state_dict()[name].full_tensor(), rtol=0.0, atol=0.0)
 
 
 USES: dict[str, Callable[[Tensor], Tensor]] = {

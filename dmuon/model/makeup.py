@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn as nn
 from torch import Tensor
@@ -26,6 +26,9 @@ Holder = tuple[nn.Module, str]  # a module, and the name under which it holds an
 # What stands between a layer and the module that was written to hold it: of compiled, checkpointed and adapted layers.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"})
 _DEPTH = 4
+
+
+_FACTORS = ("lora_A", "lora_B")  # modules of these, one for each adapter of a layer
 
 
 class Adapter(NamedTuple):
@@ -52,15 +55,24 @@ class Adapter(NamedTuple):
 
 
 class ModuleTree:
-    """What holds each module; several may, such as a model and a list that a framework keeps of its layers."""
+    """What holds each module; several may, such as a model and a list that a framework keeps of its layers.
+
+    Attributes:
+        adapters: by ``id``, what a module is to a layer that ``peft`` adapts.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._holders: dict[int, list[Holder]] = {}
         self._linears: dict[int, list[nn.Linear]] = {}
+        self.adapters: dict[int, Adapter] = {}
         for module in modules:
-            for name, child in module.__dict__.get("_modules", {}).items():  # none before Module.__init__
+            children = module.__dict__.get("_modules", {})  # none before Module.__init__
+            for name, child in children.items():
                 if child is not None:
                     self._holders.setdefault(id(child), []).append((module, name))
+            for name in _FACTORS if "base_layer" in children else ():
+                factors = (children.get(name) or nn.Module()).children()
+                self.adapters |= {id(factor): Adapter.of(module, name == "lora_B") for factor in factors}
 
     @classmethod
     def of(cls, model: nn.Module) -> ModuleTree:
@@ -85,14 +97,6 @@ class ModuleTree:
         if id(module) not in self._linears:
             self._linears[id(module)] = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
         return self._linears[id(module)]
-
-    def adapter(self, module: nn.Module) -> Adapter | None:
-        """What ``module`` is to a layer that ``peft`` adapts; None if it is no factor of what is added there."""
-        for factors, _ in self._holders.get(id(module), ()):
-            for holder, attribute in self._holders.get(id(factors), ()):
-                if attribute in ("lora_A", "lora_B") and hasattr(holder, "base_layer"):
-                    return Adapter.of(holder, attribute == "lora_B")
-        return None
 
     def _holding(self, module: nn.Module) -> Iterator[Holder]:
         for holder, attribute in self._holders.get(id(module), ()):
@@ -147,7 +151,7 @@ def known_spec(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) ->
     if form is None:
         return None
     rows = param.shape[form.dim if param.ndim == 3 and not form.flattened else form.dim - 1]
-    adapter = tree.adapter(module)
+    adapter = tree.adapters.get(id(module)) if tree.adapters else None
     if adapter is not None and adapter.experts > 1:
         return None if adapter.behind else MatrixSpec(num_heads=adapter.experts)
     if adapter is not None and adapter.behind:
@@ -308,7 +312,7 @@ def _why_no_layer(tree: ModuleTree, module: nn.Module, name: str, param: Tensor,
         return f"recurrent weight of {kind}"
     if is_known:
         return None
-    adapter = tree.adapter(module)
+    adapter = tree.adapters.get(id(module)) if tree.adapters else None
     if adapter is not None and adapter.behind and adapter.experts > 1:
         return f"factors of {adapter.experts} experts by turns, no dimension of which is the output of one"
     source = reparametrized(module, name)
@@ -321,7 +325,8 @@ def _why_no_layer(tree: ModuleTree, module: nn.Module, name: str, param: Tensor,
     if param.ndim == 2 and (
         name == "weight" or (isinstance(module, nn.MultiheadAttention) and name in _ATTENTION_WEIGHTS)
     ):
-        return f"weight of {kind}, which multiplies no input" if _is_no_layer(module) else None
+        of_class: Any = type(module)
+        return f"weight of {kind}, which multiplies no input" if _is_no_layer(of_class) else None
     if param.ndim == 3 and _is_of_experts(tree, module, name, param):
         return None
     if param.ndim > 2:
@@ -329,15 +334,18 @@ def _why_no_layer(tree: ModuleTree, module: nn.Module, name: str, param: Tensor,
     return f"{_BARE} of {kind}, not the weight of a layer"
 
 
-def _is_no_layer(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.Linear, _ConvNd)) and _NO_LAYERS.search(type(module).__name__) is not None
+@cache
+def _is_no_layer(kind: Any) -> bool:
+    return not issubclass(kind, (nn.Linear, _ConvNd)) and _NO_LAYERS.search(kind.__name__) is not None
 
 
 def is_table(module: nn.Module) -> bool:
     """Whether rows of its weight are looked up, also where a user wrote the class."""
+    kind: Any = type(module)
+    if isinstance(module, EMBEDDINGS) or not _is_no_layer(kind):
+        return isinstance(module, EMBEDDINGS)
     rows = module._parameters.get("weight")
-    named = _is_no_layer(module) and type(module).__name__.endswith("Embedding")
-    return isinstance(module, EMBEDDINGS) or (named and rows is not None and rows.ndim == 2)
+    return kind.__name__.endswith("Embedding") and rows is not None and rows.ndim == 2
 
 
 def _is_bare_matrix(module: nn.Module, name: str, param: Tensor, unfit: str) -> bool:
@@ -429,7 +437,7 @@ def _form(module: nn.Module, name: str, param: Tensor) -> MatrixSpec | None:
 
 def _is_meant(tree: ModuleTree, module: nn.Module, name: str, param: Tensor, form: MatrixSpec) -> bool:
     """Whether who wrote the class must have meant several matrices, be it listed with other sizes or named so."""
-    adapter = tree.adapter(module)
+    adapter = tree.adapters.get(id(module)) if tree.adapters else None
     if adapter is not None and adapter.behind:
         module, name = adapter.layer
     is_listed = _listed(tree, module, name) is not None

@@ -49,7 +49,7 @@ bench: $(STAMP)
 	$(call RECORD,simulate.py --products,products-published)
 	$(call RECORD,simulate.py --worlds 64 128 256 512 1024 --table $(MODELS:%=examples/models/%.json),scaling-h200)
 	$(call RECORD,numerics.py,numerics)
-	$(call RECORD,ways.py --rounds 9,ways-cpu)
+	$(call RECORD,ways.py --rounds 5,ways-cpu)
 	$(VENV)/bin/python bench/figures.py --write
 
 # Training curves of every member of the family and every format, three seeds: as long again.

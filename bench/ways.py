@@ -5,7 +5,7 @@
 
 The matrices are sharded by rows over ``--world`` gloo ranks of one thread each. All ways live in one process tree and
 take turns, so that drift of the machine hits them alike. Cases: ``small``, many small matrices; ``wide``, one large
-matrix among small ones; ``two``, two of them.
+matrix among small ones; ``two``, two of them; ``thin``, one that is larger and thinner than these.
 
 Columns; times are medians over rounds in ms, of the slowest rank:
 
@@ -45,7 +45,7 @@ from dmuon.kernels import orthogonalize, update_scale
 
 OF_LARGE = {"large sharded": "sharded", "teams": "sharded:2"}  # the small ones have owners
 WAYS = ("owner", "replicated", "full_replication", "sharded", *OF_LARGE, "auto")
-CASES = ("small", "wide", "two")
+CASES = ("small", "wide", "two", "thin")
 NS_STEPS = 5
 LR = 1e-2
 MB = 1e6
@@ -61,12 +61,15 @@ class Settings(TurnOptions):
     side: int = 96
     rows: int = 768
     cols: int = 3072
+    thin_rows: int = 512
+    thin_cols: int = 16384
     warmup: int = option(2, least=0)
 
 
 def shapes_of(case: str, settings: Settings) -> list[Shape]:
-    small = [(settings.side, settings.side)] * settings.count
-    return [*small, *[(settings.rows, settings.cols)] * CASES.index(case)]
+    large = settings.rows, settings.cols
+    among = {"small": [], "wide": [large], "two": [large, large], "thin": [(settings.thin_rows, settings.thin_cols)]}
+    return [(settings.side, settings.side)] * settings.count + among[case]
 
 
 def noise(seed: int, shape: Shape) -> Tensor:

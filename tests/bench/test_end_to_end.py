@@ -68,7 +68,7 @@ def test_the_ablation_says_what_parts_save_on_several_ranks(tmp_path: Path) -> N
 def test_all_ways_are_right_and_owners_send_what_the_article_says(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     sizes = ["--count", "3", "--side", "16", "--rows", "16", "--cols", "64", "--world", "2", "--rounds", "1"]
-    sizes += ["--warmup", "0", "--costs", "flops"]
+    sizes += ["--thin-rows", "16", "--thin-cols", "128", "--warmup", "0", "--costs", "flops"]
     said = run_bench("ways.py", *sizes, "--json", out)
     for case, rows in json.loads(out.read_text())["cases"].items():
         of_large = [] if case == "small" else ["large sharded", "teams"]

@@ -34,7 +34,10 @@ MESHES: dict[int, list[tuple[int, ...]]] = {
 
 
 def drawn(source: random.Random, dims: int, count: int) -> list[Placement]:
-    """Placements of a tensor of ``dims`` dimensions on a mesh of ``count``."""
+    """Placements of a tensor of ``dims`` dimensions on a mesh of ``count``; often FSDP2's over tensor parallelism."""
+    if count > 1 and source.random() < 0.3:
+        dim = source.randrange(dims)
+        return [*[Replicate()] * (count - 2), _StridedShard(dim, split_factor=2), Shard(dim)]
     kinds: list[Callable[[], Placement]] = [
         Replicate,
         lambda: Shard(source.randrange(dims)),

@@ -64,7 +64,6 @@ class Dedication:
         self.runtime = runtime
         # Without the parameters, which routes would keep alive.
         self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}
-        self._originals = [weakref.ref(r.param) for r in routes if r.block is not None]
         for route in routes:
             if route.block is not None:
                 supersede(route.param, runtime.by_name[route.fqn].rest)
@@ -82,11 +81,10 @@ class Dedication:
         others = {*ranks, *self.runtime.strangers}.difference(self.runtime.comm.topology.ranks)
         self.runtime.strangers = tuple(map(GlobalRank, sorted(others)))
 
-    def tied_outside(self, params: Mapping[str, Tensor]) -> str | None:
+    def tied_outside(self, params: Mapping[str, nn.Parameter]) -> str | None:
         """Name of one of ``params`` that is its own, or was before it had another one put into its place."""
-        alive = {id(param) for reference in self._originals if (param := reference()) is not None}
-        own = alive | self.runtime.param_ids()
-        return next((name for name, param in params.items() if id(param) in own), None)
+        own = self.runtime.param_ids()
+        return next((name for name, param in params.items() if id(resting(param)) in own), None)
 
     def routes(self, root: nn.Module) -> Iterator[Route]:
         """Of the parameters that ``root`` has now, by their names in it."""
@@ -385,7 +383,9 @@ class Dedicated(Residency):
                 if matrix.full.grad is not None:
                     waiting.append(matrix.fqn)
         of_this_rank = runtime.gradients.averager.waiting
-        waiting += [name for param, name in self._replicated if id(param) in of_this_rank and param.grad is not None]
+        for param, name in self._replicated if of_this_rank else ():
+            if id(param) in of_this_rank and param.grad is not None:
+                waiting.append(name)
         if waiting:
             raise RuntimeError(
                 f"the gradient of {waiting[0]!r} is not reduced: the last backward before step() must run outside "
@@ -441,8 +441,13 @@ class Dedicated(Residency):
         """Forget gradients that were not reduced yet."""
         if self._runtime.backwards:
             self._runtime.recover()
-        for param in self.params:  # what other optimizers have of the model waits on
-            self._runtime.drop_waiting(param)
+        self._runtime.was_entered = False
+        waiting = [m for b in self._runtime.buffers if b.gradients is GradState.WAITING for m in b.matrices]
+        own = set(map(id, self.params)) if waiting else set()
+        for matrix in waiting:  # what other optimizers have of the model waits on
+            if id(matrix.rest) in own:
+                matrix.full.grad = None
+        self._runtime.gradients.averager.waiting.difference_update(id(param) for param, _ in self._replicated)
 
     def shared(self) -> list[Sharing]:
         comm, matrices = self._runtime.comm, list(self._runtime.matrices())

@@ -176,16 +176,16 @@ class OwnedTensor(SavedInBoxes, DTensor):
             RuntimeError: there are both, of which an edit would reach one.
         """
         grad: Tensor | None = REDUCED_GRAD.__get__(self)
-        if self._keeper is not None and (keeper := self._keeper()) is not None:
-            waiting: Tensor | None = keeper.waiting_grad(self)
-            if grad is not None and waiting is not None:
-                raise RuntimeError(
-                    f"part of the gradient of {self.fqn!r} is not reduced: a backward inside no_sync() came after one "
-                    "that averaged; the last backward before step(), or before you read or edit it, must run outside "
-                    "no_sync(), and optimizer.zero_grad() clears both parts"
-                )
-            return waiting if grad is None else grad
-        return grad
+        if self._keeper is None or (keeper := self._keeper()) is None or not keeper.may_wait:
+            return grad
+        waiting: Tensor | None = keeper.waiting_grad(self)
+        if grad is not None and waiting is not None:
+            raise RuntimeError(
+                f"part of the gradient of {self.fqn!r} is not reduced: a backward inside no_sync() came after one that "
+                "averaged; the last backward before step(), or before you read or edit it, must run outside no_sync(), "
+                "and optimizer.zero_grad() clears both parts"
+            )
+        return waiting if grad is None else grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

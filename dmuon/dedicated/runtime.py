@@ -79,6 +79,7 @@ class Runtime:
         following: what ran after a block in the last forward, and so what to fetch next, and to publish first; until
             one has run, what follows it in the model.
         was_entered: a backward came through a block that trains, since the last step or clearing of gradients.
+        may_wait: some gradients may wait for a backward that synchronizes; asked whenever a gradient is read.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], blocks: Sequence[Block], comm: Comm, plan: OwnerPlan) -> None:
@@ -91,7 +92,7 @@ class Runtime:
         self.syncs = self._all_reduce = self.reduces = True
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.strangers: tuple[GlobalRank, ...] = ()
-        self.was_entered = False
+        self.was_entered = self.may_wait = False
         self.first = self.blocks[0] if self.blocks else None
         self.following = dict(pairwise(self.blocks))
         self._preceding: dict[Block, Block] = {}  # in forward; it comes after the other one in backward
@@ -144,7 +145,7 @@ class Runtime:
         waits = buffer is not None and buffer.gradients is GradState.WAITING
         return self.by_rest[id(param)].full.grad if waits else None
 
-    def drop_waiting(self, param: Tensor) -> None:
+    def drop_waiting(self, param: OwnedTensor) -> None:
         """Forget that: the user has cleared or replaced the gradient."""
         self.was_entered = False
         buffer = self._buffer_of.get(id(param))
@@ -153,14 +154,16 @@ class Runtime:
 
     def require(self, *, sync: bool | None = None, all_reduce: bool | None = None) -> None:
         """Let backward synchronize, and reduce across replicas too, or not: no gradient goes half of the way."""
+        before = self.reduces
         self.syncs = self.syncs if sync is None else sync
         self._all_reduce = self._all_reduce if all_reduce is None else all_reduce
         self.reduces = self.syncs and (self._all_reduce or self.comm.column is None)
-        for buffer in self.buffers:
-            for matrix in buffer.matrices:
-                wide = torch.promote_types(matrix.full.dtype, buffer.reduce_dtype)
-                if wide != matrix.full.dtype:  # what waits adds up in it, whatever the dtype of what comes then
-                    matrix.full.grad_dtype = wide if not self.reduces and matrix.full.grad is None else None
+        for buffer in self.buffers if self.reduces != before else ():
+            dtype = buffer.matrices[0].full.dtype
+            wide = torch.promote_types(dtype, buffer.reduce_dtype)
+            for matrix in buffer.matrices if wide != dtype else ():
+                # What waits adds up in it, whatever the dtype of what comes then.
+                matrix.full.grad_dtype = wide if not self.reduces and matrix.full.grad is None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Hooks hold the runtime, so copying or pickling a model meets it before its parameters.
@@ -430,6 +433,7 @@ class Runtime:
         if not self.reduces:
             if buffer.gradients is GradState.NONE:
                 buffer.gradients = GradState.WAITING
+                self.may_wait = True
             return
         buffer.gradients = GradState.READY
         # With the last block of the buffer that ran: the same one on all ranks, whichever of them got a gradient here.
@@ -457,6 +461,7 @@ class Runtime:
                 buffer.free()
         if self.reduces:
             self.gradients.finish()
+            self.may_wait = False
         self._has_looked = self.backwards != {backward}
         self.backwards.discard(backward)  # last: after an exception above there is something to recover from
 

@@ -341,11 +341,13 @@ def _is_no_layer(kind: Any) -> bool:
 
 def is_table(module: nn.Module) -> bool:
     """Whether rows of its weight are looked up, also where a user wrote the class."""
+    if isinstance(module, EMBEDDINGS):
+        return True
     kind: Any = type(module)
-    if isinstance(module, EMBEDDINGS) or not _is_no_layer(kind):
-        return isinstance(module, EMBEDDINGS)
+    if not (_is_no_layer(kind) and kind.__name__.endswith("Embedding")):
+        return False
     rows = module._parameters.get("weight")
-    return kind.__name__.endswith("Embedding") and rows is not None and rows.ndim == 2
+    return rows is not None and rows.ndim == 2
 
 
 def _is_bare_matrix(module: nn.Module, name: str, param: Tensor, unfit: str) -> bool:

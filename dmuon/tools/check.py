@@ -336,7 +336,7 @@ class Training:
         for name, start in self._reference.initial.items():
             if self._layout.is_exact or is_matrix(name):  # AdamW turns the noise of half precision into signs
                 expected = self._reference.trained[name].double()
-                errors[name] = float((found[name].double() - expected).norm() / (expected - start).norm())
+                errors[name] = float((found[name].to(expected) - expected).norm() / (expected - start).norm())
         worst = max(errors, key=errors.__getitem__)
         what = f"largest difference over the change, in {worst},"
         return Line("parity", "as one process", errors[worst], self._layout.limits[0], what)
@@ -389,8 +389,10 @@ def _equal(check: str, text: str, found: list[int], planned: list[int]) -> Line:
 
 
 def _unsharded(model: Network) -> dict[str, Tensor]:
-    """Whole tensors on every rank, by stock means. Collective."""
+    """Whole tensors on every rank, by stock means; on the host, unless by NCCL. Collective."""
     state = {name: t for name, t in get_model_state_dict(model).items() if isinstance(t, Tensor)}
+    if dist.get_backend() != "nccl":  # what DTensors gather, gloo takes for memory of the host wherever it is
+        state = {name: t.cpu() for name, t in state.items()}
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in state.items()}
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn as nn
 from harness.assertions import assert_same_tensors, relative_errors
 from harness.dtensors import local_tensor
@@ -30,6 +31,7 @@ from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import choose_variant, step_variant, variant
 from dmuon.platform.streams import HostCopy, PhaseTimer
 from dmuon.platform.torch_private import current_backward
+from dmuon.tools import check
 
 on_device_ranks = partial(on_ranks, fixture="device_ranks")
 DEVICES = ("cpu", "pretend")
@@ -267,3 +269,21 @@ def test_objects_travel_by_the_device_of_the_model(rank: int, world: int) -> Non
         assert agree(group, None, mine) == [*range(world)]
         assert broadcast_object(mine, group, "a test") == 0
     assert found == [True, True]
+
+
+@on_device_ranks(2)
+def test_checks_of_ranks_that_share_a_gpu_gather_dtensors_by_the_host(rank: int, world: int) -> None:
+    """What gloo gathers for DTensors it takes for memory of the host, and a process that has it elsewhere ends."""
+    gathered: set[str] = set()
+
+    def noted(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        gathered.add(tensor.device.type)
+        return gather(tensor, *args, **options)
+
+    device, gather = torch.device("pretend", rank), funcol.all_gather_single
+    reference = check.train_alone(world, device, torch.float32)
+    with mock.patch.object(funcol, "all_gather_single", noted):
+        for name in ("1d", "fsdp2"):
+            lines = check.check_layout(check.layout_of(name, world, 1), reference)
+            assert [str(line) for line in lines if not line.value <= line.limit] == []
+    assert gathered == {"cpu"}

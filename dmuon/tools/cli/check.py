@@ -133,13 +133,13 @@ def _layouts(board: Board, device: torch.device, hosts: int) -> Iterator[tuple[L
     references: dict[torch.dtype, Reference] = {}
     for name in TOPOLOGIES:
         layout = layout_of(name, board.ranks.world, hosts)
+        if name == "tp" and device.type == "cuda" and board.ranks.backend == "gloo":
+            layout = "needs a GPU for each rank: gloo gathers activations on the CPU alone"
         if isinstance(layout, str):
             board.add(Line("parity", layout, status="skip", where=name))
             continue
-        residencies = (
-            (False, True) if dict(layout.dims).get("shard", 1) > 1 else (True,)
-        )  # without shards nothing can be freed
-        layouts = [replace(layout, keep=keep) for keep in residencies]
+        shards = dict(layout.dims).get("shard", 1)  # without them nothing can be freed
+        layouts = [replace(layout, keep=keep) for keep in (False, True) if keep or shards > 1]
         if device.type != "cpu":  # where dmuon's choice for Newton-Schulz is fp16
             layouts += [replace(each, ns_dtype=None) for each in layouts]
         layouts.append(replace(layouts[0], dtype=torch.bfloat16))
@@ -322,7 +322,7 @@ class Ranks:
         if "RANK" in os.environ:
             found = dist.rendezvous("env://", timeout=max(timeout, _MINUTE))  # type: ignore[attr-defined]
             self._store, self.rank, self.world = next(found)
-        self._backend = backend
+        self.backend = backend
         self._rounds = 0
 
     @contextmanager
@@ -330,7 +330,7 @@ class Ranks:
         """The default group; with it end all others, each of which holds a communicator on NCCL."""
         self._rounds += 1
         store = PrefixStore(f"dmuon-check/group/{self._rounds}", self._store)  # names of groups recur
-        dist.init_process_group(self._backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
         yield
         gc.collect()  # the modules and the hooks of a dedicated model refer to each other
         dist.destroy_process_group()

@@ -79,7 +79,7 @@ class Vote:
         changed: bool = False,
         faulty: GlobalRank | None = None,
     ) -> None:
-        self._group, self._monitor, digest = group, monitor, monitor.digest
+        self._group, self._monitor, self._what, digest = group, monitor, what, monitor.digest
         said = [-1 if faulty is None else faulty, changed, -changed, digest, -digest, *flags]
         votes = torch.tensor(said, dtype=torch.int32)
         self.immediate = streams_of(monitor.device) is None
@@ -95,7 +95,8 @@ class Vote:
         Raises:
             CollectiveError: on all of them, if they issued different collectives before.
         """
-        faulty, any_changed, none_changed, greatest, least, *flags = self._copy.tolist()
+        with self._monitor.waiting(self._what):  # for an accelerator here, not where the vote was launched
+            faulty, any_changed, none_changed, greatest, least, *flags = self._copy.tolist()
         if greatest != -least:
             self._tell_difference()
         return VoteResult(tuple(flags), any_changed == -none_changed, None if faulty < 0 else GlobalRank(faulty))

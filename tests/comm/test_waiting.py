@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from harness.heard import heard
 from harness.jobs import run_ranks
 from harness.network import loss_of
@@ -19,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.comm import monitor
+from dmuon.comm import agreement, monitor
 from dmuon.planning import agreed_plan, cost_lookup
+from dmuon.platform.streams import HostCopy
 
 SPARE = 15.0  # for a busy machine
 
@@ -109,3 +112,20 @@ def test_a_rank_that_waits_long_says_who_has_not_come(rank: int, world: int, alo
     else:
         assert not told
     assert not [wait for wait in monitor._waits if "torch" not in wait.what]
+
+
+@on_ranks(1)
+def test_a_vote_is_waited_for_by_name_where_the_host_reads_it(rank: int, world: int) -> None:
+    """On an accelerator that is where the host waits: the collective itself was queued, and returned at once."""
+    waits: list[list[str]] = []
+
+    class Read(HostCopy):
+        def tolist(self) -> list[int]:
+            waits.append([wait.what for wait in monitor._waits])
+            return super().tolist()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "HostCopy", Read)
+        group = dist.group.WORLD
+        agreement.Vote([1], group, monitor.Monitor(group, torch.device("cpu")), "vote on all").result()
+    assert waits == [["vote on all"]] and not monitor._waits

@@ -186,33 +186,27 @@ class PhaseTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = streams_of(device)
-        self._wall: dict[str, float] = {}
-        self._events: list[tuple[str, torch.Event, torch.Event]] = []
+        self._phases: list[tuple[str, Any, Any]] = []  # and when they began and ended
 
     def reset(self) -> None:
-        self._wall.clear()
-        self._events.clear()
+        self._phases.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if self._module is None:
-            start = time.perf_counter()
-            with record_function(f"dmuon::{name}"):
-                yield
-            self._wall[name] = self._wall.get(name, 0.0) + time.perf_counter() - start
-            return
-        begin = self._now()
+        begin = time.perf_counter() if self._module is None else self._mark()
         with record_function(f"dmuon::{name}"):
             yield
-        self._events.append((name, begin, self._now()))
+        self._phases.append((name, begin, time.perf_counter() if self._module is None else self._mark()))
 
-    def _now(self) -> torch.Event:
+    def _mark(self) -> torch.Event:
         return _recorded(self._module, self._module.current_stream(self._device), enable_timing=True)
 
     def seconds(self) -> dict[str, float]:
         """Phase name to seconds. On an accelerator this waits for the step to finish: call it outside the hot path."""
-        total = dict(self._wall)
-        for name, begin, end in self._events:
-            end.synchronize()
-            total[name] = total.get(name, 0.0) + begin.elapsed_time(end) / 1e3
+        total: dict[str, float] = {}
+        for name, begin, end in self._phases:
+            if self._module is not None:
+                end.synchronize()
+            took = end - begin if self._module is None else begin.elapsed_time(end) / 1e3
+            total[name] = total.get(name, 0.0) + took
         return total

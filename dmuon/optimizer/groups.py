@@ -445,6 +445,8 @@ def check_param(param: Tensor, use_muon: bool, *, shards: bool, flat: bool) -> N
             f"parameter {name} is on the meta device; materialize the model (to_empty and its initialization) before "
             "building the optimizer"
         )
+    if param.device.type == "mps":
+        raise ValueError(f"parameter {name} is on mps, which has neither streams nor fp64; train on CUDA or the CPU")
     local = local_tensor(param)
     if any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)):
         raise ValueError(f"parameter {name} is expanded, so that elements share memory: give it a clone() of its data")

@@ -173,6 +173,14 @@ def test_a_lazy_module_is_refused_by_name_until_it_has_shapes() -> None:
     assert optimizer.last_step.ns_matrices == 2
 
 
+def test_a_device_without_streams_is_refused_by_name() -> None:
+    class Metal(torch.Tensor):
+        device = torch.device("mps", 0)
+
+    with pytest.raises(ValueError, match=r"parameter of shape \(4, 3\) is on mps, which has neither streams nor fp64"):
+        dmuon.Muon([torch.ones(4, 3).as_subclass(Metal).requires_grad_()])
+
+
 def test_representation_tells_each_group() -> None:
     shown = repr(dmuon.Muon(build(), **OPTIONS))
     assert shown.startswith("Muon (\nParameter Group 0\n    adjust_lr_fn: match_rms_adamw\n")

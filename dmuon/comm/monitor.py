@@ -29,6 +29,7 @@ from dmuon.layout.buffer import Spans, Transport
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.platform.host import keep_for_ever
 from dmuon.platform.log import logger
+from dmuon.platform.streams import await_device
 from dmuon.platform.torch_private import all_gather_single, default_store, in_one_launch, reduce_scatter_single
 
 OPTION, LANE = "option ", "lane "  # what begins the names of what a monitor has noted
@@ -368,9 +369,7 @@ class Monitor:
 
     def synchronize(self) -> None:
         """The host waits for the current stream of the device, if it has streams."""
-        module = streams_of(self.device)
-        if module is not None:
-            module.current_stream(self.device).synchronize()
+        await_device(self.device)
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -61,7 +61,7 @@ class Stream:
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._device = device
         self._module = streams_of(device)
-        self._stream = None if self._module is None else self._module.Stream(device, priority=priority)
+        self._stream: Any = None if self._module is None else self._module.Stream(device, priority=priority)
 
     @contextmanager
     def beside(self, reads: Sequence[torch.Tensor] = ()) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Stream:
         Args:
             reads: tensors that are read inside and may lose their last reference before that has happened.
         """
-        if self._module is None or self._stream is None:
+        if self._module is None:
             yield
             return
         self._stream.wait_stream(self._module.current_stream(self._device))
@@ -82,11 +82,9 @@ class Stream:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """What is queued inside waits for nothing queued before, and has ended when the host goes on."""
-        if self._module is None or self._stream is None:
+        with nullcontext() if self._module is None else self._module.stream(self._stream):
             yield
-            return
-        with self._module.stream(self._stream):
-            yield
+        if self._module is not None:
             self._stream.synchronize()
 
     def handed_over(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -97,9 +95,7 @@ class Stream:
 
     def mark(self) -> torch.Event | None:
         """What was queued on this stream so far, for :meth:`join_up_to`; None where everything runs in turn."""
-        if self._module is None or self._stream is None:
-            return None
-        return _recorded(self._module, self._stream)
+        return None if self._module is None else _recorded(self._module, self._stream)
 
     def join(self) -> None:
         """Everything queued from now on runs after what was queued on this stream so far."""

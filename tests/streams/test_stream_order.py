@@ -301,7 +301,6 @@ HARMLESS = {
     "self._stream.synchronize in Stream.alone": "reading the result waits for the same stream",
     "pending.wait in Monitor.start": IN_TURN,
     "self.synchronize in Monitor.start": IN_TURN,
-    "module.current_stream(self.device).synchronize in Monitor.synchronize": IN_TURN,
     "Redistribution(…).wait in redistribute_all": RESULT,
     "self._coming.wait in FullReplicationRound.run": RESULT,
     "group.comm_ctx.all_gather_copy_in_stream.wait_stream in _unshard_behind": FSDP2,

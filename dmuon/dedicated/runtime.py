@@ -42,7 +42,7 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_state import state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import GradAverager, ManagedModules
-from dmuon.kernels import streams_of
+from dmuon.kernels import is_capturing, streams_of
 from dmuon.layout.topology import GlobalRank
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.streams import Origin
@@ -229,6 +229,11 @@ class Runtime:
         """
         if block.phase is not Phase.REST:
             raise RuntimeError(f"forward or backward of block {block.name!r} while {block.phase.value}")
+        if is_capturing(self.comm.device):
+            raise RuntimeError(
+                f"block {block.name!r} was called while a CUDA graph is being captured, whose replays would fetch "
+                "weights, free them and vote without dmuon; capture no forward of a dedicated model"
+            )
         block.buffer.start_fill(self.generation)
         if block.buffer.state is BufferState.FILLING:
             block.buffer.finish_fill()

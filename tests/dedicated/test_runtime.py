@@ -112,6 +112,10 @@ def test_misuse_is_named(rank: int, world: int) -> None:
             optimizer.step()
         with pytest.raises(RuntimeError, match=r"block 'blocks\.0' while .* summon_full_params"):
             model(batch(0)[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmuon.dedicated.runtime.is_capturing", lambda device: True)
+        with pytest.raises(RuntimeError, match=r"block 'blocks\.0' was called while a CUDA graph is being captured"):
+            model(batch(0)[0])
     with dmuon.no_sync(model):
         loss_of(model, *batch(0)).backward()
     with pytest.raises(RuntimeError, match=r"gradient of 'blocks\.0.*' is not reduced"):

@@ -17,6 +17,7 @@ import torch
 from harness.commands import command
 from harness.limits import PROGRAM_SECONDS
 
+from dmuon.kernels import choose_variant, coefficient_sequence
 from dmuon.tools.check import TOPOLOGIES, Layout, Line, layout_of
 from dmuon.tools.cli import check
 
@@ -185,6 +186,14 @@ def test_a_first_run_has_a_rank_for_each_of_up_to_eight_gpus() -> None:
     assert [check.launch(gpus, ["--first-run"])[4] for gpus in (0, 1, 2, 5, 16)] == [
         f"--nproc-per-node={ranks}" for ranks in (2, 2, 2, 5, 8)
     ]
+
+
+@pytest.mark.parametrize("multiprocessors", [108, 132, 160])
+def test_a_first_run_multiplies_by_each_way_that_the_rule_takes(multiprocessors: int) -> None:
+    """Of an A100, an H100 and larger ones, with as many matrices as are updated there."""
+    device, polar = torch.device("cuda", 0), coefficient_sequence("polar_express", 5)
+    ways = [choose_variant(m, 3, polar, torch.float16, device, multiprocessors=multiprocessors) for m in check._SHAPES]
+    assert {way.backend for way in ways} == {"torch", "triton"}
 
 
 # -- what forbids a run -------------------------------------------------------------------------------------------

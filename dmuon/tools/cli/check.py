@@ -62,7 +62,7 @@ _REMOVED = {
     "--ranks": "write torchrun --nproc-per-node N --no-python dmuon-check --first-run",
 }
 _NO_BUILD = "the kernel does not build"  # how a fault of the compiler begins, others are of the device
-_SHAPES = ((1024, 1024), (1000, 1536), (1024, 4096), (4096, 1024))
+_SHAPES = ((1024, 1024), (2000, 3072), (2048, 4096), (4096, 1024))  # small and large: products of torch's, and tiles
 # Limits of Newton-Schulz on Gaussian matrices: half precision is amplified where singular values are small.
 _LIMITS = {torch.float16: 2e-2, torch.bfloat16: 5e-2, torch.float32: 2e-4}
 # The program of a rank. Where it starts counts for nothing: a clone's folder dmuon/ would hide the installed package.

@@ -17,7 +17,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import HALF, products_on
 from dmuon.model.makeup import ModuleTree, longest_path, looks_fused, makeup_of, sites_of
 from dmuon.model.matrix_spec import spec_of
-from dmuon.platform.log import logger
+from dmuon.platform.host import logger
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import Round
 from dmuon.step.update import numerics_of

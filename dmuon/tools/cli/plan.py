@@ -15,8 +15,8 @@ import torch
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache, NsOptions
-from dmuon.planning.cost_lookup import cost_table
-from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
+from dmuon.planning.cost_lookup import FoundCosts, cost_table
+from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.solver import CostTable, Matrix, Rank, Shape, plan
 from dmuon.tools.cli import BadArgument, Parser, count, fitted, removed, require_target
 from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, wave_costs

@@ -23,7 +23,7 @@ from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
-from dmuon.optimizer.notices import taken_whole
+from dmuon.optimizer.record import taken_whole
 from dmuon.platform.options import check_integer
 from dmuon.report.accounting import (
     MatrixRow,

@@ -36,9 +36,8 @@ from common.results import columns, write_json
 from gpu.steps import AGAIN, settings_of
 
 from dmuon.planning.cost_cache import CostCache, NsOptions, device_key, user_cache_path
-from dmuon.tools.simulation.hardware import HARDWARE, Product, product_s, wave_costs
-from dmuon.tools.simulation.prediction import ERROR
-from dmuon.tools.simulation.step import Program
+from dmuon.tools.hardware import HARDWARE, Product, product_s, wave_costs
+from dmuon.tools.simulation import ERROR, Program
 
 _BENCH = Path(__file__).resolve().parent
 _PREDICTED: dict[str, Program] = {"dmuon": "exchanged", "dedicated": "dedicated", "gather": "gather"}

@@ -26,7 +26,7 @@ from common.results import columns
 
 from dmuon.model.config import read_model
 from dmuon.solver import CostTable, Matrix, plan
-from dmuon.tools.simulation.hardware import HARDWARE, wave_costs
+from dmuon.tools.hardware import HARDWARE, wave_costs
 
 COLUMNS = {"matrices": "d", "makespan_ms": ".3f", "gap": ".2%", "stage": "", "seconds": ".2f"}
 COLUMNS |= {"lpt": ".2f", "round_robin": ".2f"}

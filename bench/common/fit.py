@@ -13,8 +13,8 @@ from common.published import CASES, HOMES, Case, config_path
 from common.results import columns
 from dmuon.model.config import read_model
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
-from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, wave_costs
-from dmuon.tools.simulation.step import Scenario, Workload, step_s
+from dmuon.tools.hardware import HARDWARE, Hardware, Topology, wave_costs
+from dmuon.tools.simulation import Scenario, Workload, step_s
 
 _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 _HALF = 0.5  # of the peak, which AdamW's step should be near to

@@ -33,7 +33,7 @@ from common.fit import overhead, scenario_of
 from common.options import parse
 from common.published import Case
 from common.results import columns, write_json
-from gpu.steps import AGAIN, settings_of
+from gpu_steps import AGAIN, settings_of
 
 from dmuon.planning.cost_cache import CostCache, NsOptions, device_key, user_cache_path
 from dmuon.tools.hardware import HARDWARE, Product, product_s, wave_costs
@@ -76,7 +76,7 @@ def parts(out: Path, gpus: int, dry: bool) -> list[Part]:
     profile = ("-m", "dmuon.tools.cli.profile", str(out / "model.json"), *cpu, "--budget")
     budget = ("2", "--max-batch", "2") if dry else ("480",)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    size = ("-m", "gpu.steps", "--size", "dry" if dry else "1b")
+    size = ("-m", "gpu_steps", "--size", "dry" if dry else "1b")
     return [
         part("checks", 900, *check),
         part("kernels", 660, *kernels, *limits),

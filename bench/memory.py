@@ -114,7 +114,7 @@ def laid_out(
 
 def counted(rank: int, name: str, world: int) -> dict[str, float]:
     """The three numbers of one layout, each of the rank that has most."""
-    with Live(counting=False) as live:
+    with Live() as live:
         optimizer, backward, elements = laid_out(name, CONFIG, world, 1)
         for _ in range(2):  # what is made once is made
             backward()

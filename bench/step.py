@@ -27,7 +27,6 @@ medians over rounds in ms, of the slowest rank unless said otherwise:
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 from dataclasses import dataclass, replace
 
@@ -125,12 +124,6 @@ def table(record: Record) -> str:
         parts.append(columns(found["programs"], shown, "program"))
     shown = {"ms": ".2f", "times": ".2f", "of the time": ".0%", "of the factor": ".0%", "published": ""}
     parts += [columns(rows, shown, title) for title, rows in record.get("saved", {}).items()]
-    if "worlds" in record:
-        times = {"published": {world: float(world) for world in record["worlds"]}}
-        for level, how in itertools.product((LEVELS[0], LEVELS[-1]), ("exposed CPU", "exposed")):
-            found = {world: record["saved"][f"{world} ranks, {how}"][level]["times"] for world in record["worlds"]}
-            times[f"{level}, {how}"] = found
-        parts.append(columns(times, dict.fromkeys(record["worlds"], ".2f"), "times the baseline, by ranks"))
     return "\n\n".join(parts)
 
 

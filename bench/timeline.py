@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common.figures import new_figure, save_png
 from common.options import RankOptions, parse
 from common.ranks import run_ranks, share
+from matplotlib.figure import Figure
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -76,7 +76,7 @@ def kind_of(name: str, kinds: dict[str, tuple[str, str]]) -> str | None:
 
 
 def draw(everyone: list[list[Span]], out: Path) -> None:
-    figure = new_figure(12, 1.2 + 1.3 * len(everyone))
+    figure = Figure(figsize=(12, 1.2 + 1.3 * len(everyone)), layout="tight")
     axes = figure.subplots()
     legend, rows, inside = {}, {}, []
     for rank, spans in enumerate(everyone):
@@ -103,7 +103,7 @@ def draw(everyone: list[list[Span]], out: Path) -> None:
     )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    save_png(figure, out)
+    figure.savefig(out, dpi=110)
 
 
 if __name__ == "__main__":

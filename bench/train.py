@@ -27,14 +27,6 @@ from training import report
 from training.settings import LONG, OPTIMIZERS, SHORT, Job, Settings
 
 
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM arrived."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 def work(rank: int, job: Job) -> None:
     """One rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
@@ -122,11 +114,11 @@ def main(argv: list[str] | None = None) -> int:
             if left is not None:
                 print(f"{OPTIMIZERS[optimizer]}, seed {seed} …", file=sys.stderr, flush=True)
                 run_ranks(settings.world, work, left, device=settings.device)
-    except Interrupted as interruption:
+    except SystemExit:
         print(f"\ninterrupted; --resume goes on from the last checkpoint in {out}", file=sys.stderr)
         for child in multiprocessing.active_children():
             child.kill()
-        return 128 + interruption.number
+        raise
     records = report.read(out / "metrics.jsonl")
     results = [report.find_run(records, optimizer, seed) for optimizer, seed in runs]
     print(f"\n{report.table(results)}\n\n{report.explain(results, *settings.size)}\n")
@@ -141,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not disturb the ending of the children
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Interrupted(number)
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

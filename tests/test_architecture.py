@@ -25,7 +25,7 @@ FLOORS = (  # a package imports from the floors below its own; packages of one f
 ALONE = {"kernels", "solver"}  # import nothing of dmuon; others see only what their __init__ exports
 PREDICTING = {"hardware", "simulation"}
 KNOWN_TO_PREDICTIONS = {"hardware", "planning", "model", "platform"}  # and what stands alone
-OPTIONAL = {"matplotlib", "transformers", "triton", "pulp", "tqdm"}  # what a function may import, and what needs it
+OPTIONAL = {"matplotlib", "transformers", "triton", "pulp"}  # what a function may import, and what needs it
 MAY_USE_THE_FACE = {"check", "cli"}
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from training.gather import GatherMuon
 from training.model import GPT, GPTConfig
-from training.trainer import adamw, sharded
+from training.trainer import adamw, matrices_and_rest, sharded
 
 import dmuon
 from common.ablation import OWNERS, SEQUENTIAL, TEXTBOOK, TUNED, ablated
@@ -25,7 +25,6 @@ from common.clock import collect, in_turn, medians
 from common.options import TurnOptions, option
 from common.ranks import over_ranks, timed
 from dmuon.dedicated.dedication import dedications
-from dmuon.model.routing import route_parameters
 
 LR = 2e-3
 APART = dmuon.create_dtensor_config()  # what every rank trains by itself
@@ -148,14 +147,13 @@ def build_stock(name: str, initial: GPT, mesh: DeviceMesh, sizes: Sizes) -> Prog
     """The program called ``GATHER``, ``SEQUENTIAL``, ``DEDICATED`` or ``ADAMW``."""
     if name == DEDICATED:
         return build_dedicated(name, Mode(), copy.deepcopy(initial), sizes)
-    matrices = {r.fqn for r in route_parameters(copy.deepcopy(initial)) if r.muon}
     model = sharded(fully_shard, copy.deepcopy(initial), mesh=mesh)
     if name == ADAMW:
         return Program(name, model, [adamw(model.parameters(), LR)], "adamw")
     assert name in (GATHER, SEQUENTIAL), name
-    named = list(model.named_parameters())
-    muon = GatherMuon([p for n, p in named if n in matrices], lr=LR, textbook=name == SEQUENTIAL)
-    return Program(name, model, [muon, adamw((p for n, p in named if n not in matrices), LR)], "gather")
+    matrices, rest = matrices_and_rest(model)
+    muon = GatherMuon(matrices, lr=LR, textbook=name == SEQUENTIAL)
+    return Program(name, model, [muon, adamw(rest, LR)], "gather")
 
 
 def data(sizes: Sizes, step: int, rank: int | None, shared: bool = False) -> tuple[Tensor, Tensor]:

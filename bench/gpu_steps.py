@@ -5,10 +5,10 @@ Started by torchrun in ``bench/``. A program that the file has already is not ru
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import common.checkout  # noqa: F401 - before anything of dmuon
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common.clock import Clock, collect, medians
-from common.options import option, parse
 from common.ranks import over_ranks
 from common.results import write_json
 from torch import Tensor
@@ -33,12 +32,6 @@ SIZES = {  # layers, width, heads, context, windows a rank, samples
     "1b": (20, 2048, 16, 4096, 2, 20),
     "dry": (2, 64, 2, 32, 2, 3),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    size: str = option("dry", choices=SIZES)
-    json: str = "steps.json"
 
 
 def settings_of(size: str, world: int, device: str) -> Settings:
@@ -86,15 +79,17 @@ def _backward(model: GPT, tokens: Tensor) -> None:
 
 
 def main() -> None:
-    _, arguments = parse(Arguments, __doc__)
-    path = Path(arguments.json)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
     rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     settings = settings_of(arguments.size, world, device.type)
-    rows = json.loads(path.read_text())["programs"] if path.exists() else {}
+    rows = json.loads(arguments.json.read_text())["programs"] if arguments.json.exists() else {}
     dist.barrier()  # all have read before the first one writes
     for name in PROGRAMS:
         if name in rows:
@@ -106,7 +101,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         if rank == 0:
             print(f"{world} ranks, {name}: {rows[name]}", flush=True)
-            write_json(path, {"world": world, "size": arguments.size, "programs": rows})
+            write_json(arguments.json, {"world": world, "size": arguments.size, "programs": rows})
     dist.destroy_process_group()
 
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 import copy
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from common.ablation import LEVELS, PREDICTED, SEQUENTIAL, predicted, shares
 from common.harness import Record, on_ranks, run
@@ -43,14 +44,11 @@ from common.programs import (
     Sizes,
     build_dedicated,
     build_stock,
+    compare,
     described,
-    errors,
-    initial_model,
-    measure_steps,
-    rows_of,
 )
-from common.results import columns, without_home
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from common.results import columns
+from torch.distributed.device_mesh import DeviceMesh
 from training.model import GPT
 
 import dmuon
@@ -91,16 +89,12 @@ def build(name: str, initial: GPT, mesh: DeviceMesh, settings: Settings) -> Prog
 
 
 def worker(rank: int, settings: Settings) -> Record:
-    mesh = init_device_mesh("cpu", (settings.world,))
-    initial = initial_model(settings)
     ablation = settings.programs == "ablation"
     names = (*PROGRAMS[settings.programs], *([SEQUENTIAL] if ablation else []), GATHER, ADAMW)
-    programs = [build(name, initial, mesh, settings) for name in names]
-    error = errors(programs, initial, settings, rank)
-    samples = measure_steps(programs, initial, settings, rank)
+    programs, found = compare(names, build, settings, rank)
     plan = programs[0].plan
-    costs = {"cost_source": without_home(plan.cost_source), "balance": plan.balance}
-    return {**costs, **rows_of(programs, samples, error, settings.world)}
+    costs = {"cost_source": plan.cost_source.replace(str(Path.home()), "~"), "balance": plan.balance}
+    return {**costs, **found}
 
 
 def measure(settings: Settings) -> Record:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from common.options import RankOptions, parse
-from common.ranks import run_ranks, share
+from common.ranks import run_ranks
 from matplotlib.figure import Figure
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -68,7 +69,10 @@ def record(rank: int, settings: Settings) -> list[list[Span]]:
         optimizer.step()
         optimizer.zero_grad()
         forward_backward()  # shows the next forward
-    return share([(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in trace.events()])
+    everyone: list[list[Span]] = [[]] * settings.world
+    own = [(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in trace.events()]
+    dist.all_gather_object(everyone, own)
+    return everyone
 
 
 def kind_of(name: str, kinds: dict[str, tuple[str, str]]) -> str | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,9 @@ class Sizes(TurnOptions):
     batch: int = 4
     check: int = 3
     seed: int = option(0, least=0)
+
+
+S = TypeVar("S", bound=Sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +235,14 @@ def measure_steps(programs: list[Program], initial: GPT, sizes: Sizes, rank: int
     return collect(sizes.warmup, sizes.rounds, sample)
 
 
-def rows_of(programs: list[Program], samples: Samples, error: dict[str, float], world: int) -> dict[str, Any]:
-    """The medians of every program, and what follows from them; of one rank alone under ``alone``."""
+def compare(
+    names: Iterable[str], build: Callable[[str, GPT, DeviceMesh, S], Program], settings: S, rank: int
+) -> tuple[list[Program], dict[str, Any]]:
+    """The programs, the medians of each, and what follows from them; of one rank alone under ``alone``. Collective."""
+    mesh, initial = init_device_mesh("cpu", (settings.world,)), initial_model(settings)
+    programs = [build(name, initial, mesh, settings) for name in names]
+    error, world = errors(programs, initial, settings, rank), settings.world
+    samples = measure_steps(programs, initial, settings, rank)
     found: dict[str, dict[str, Any]] = {}
     for (name, column), value in medians(samples).items():
         found.setdefault(name, {})[column] = value
@@ -252,7 +262,7 @@ def rows_of(programs: list[Program], samples: Samples, error: dict[str, float], 
     for row in rows.values():
         row["of AdamW"] = row["step"] / rows[ADAMW]["step"]
         row["of gather"] = row["exposed"] / rows[GATHER]["exposed"]
-    return {"alone": found["alone"], "programs": rows}
+    return programs, {"alone": found["alone"], "programs": rows}
 
 
 def described(record: dict[str, Any]) -> str:

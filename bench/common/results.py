@@ -75,8 +75,3 @@ def columns(rows: Mapping[str, Mapping[str, Any]], formats: Mapping[str, str], c
         "  ".join([first.ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(rest, widths[1:], strict=True))]).rstrip()
         for first, *rest in table
     )
-
-
-def without_home(text: str) -> str:
-    """``text`` without the name of the user, which paths of caches hold."""
-    return text.replace(str(Path.home()), "~")

@@ -270,12 +270,10 @@ class Trainer:
         if self.rank == 0:
             if self.plan is not None:
                 self.plan.save(temporary / PLAN)
-            if final.exists():  # of a run that was resumed from further back
-                _remove(final)
             temporary.rename(final)
-            for other in folder.iterdir():
+            for other in folder.iterdir():  # of which an interrupt may leave a half: a run goes on from the last one
                 if other != final:
-                    _remove(other)
+                    shutil.rmtree(other)
         dist.barrier()
 
     def _record(self, *records: report.Record) -> None:
@@ -289,15 +287,6 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint, which is none any more as soon as that begins: an interrupt leaves no half of it."""
-    if folder.name.startswith("step-"):
-        gone = folder.with_name(f"gone-{folder.name}")
-        shutil.rmtree(gone, ignore_errors=True)
-        folder = folder.rename(gone)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def full(x: Tensor) -> Tensor:

@@ -347,18 +347,7 @@ def _choose(
         table = measured.table
         if ns_per_byte:
             table = table.with_transfer({m.shape: round(ns_per_byte * m.nbytes) for m in matrices})
-        start = time.perf_counter()
-        solution = _solved(matrices, ranks, table, options)
-        _log.debug(
-            "planned %d matrices over %d ranks in %.3f s, at most %.2f %% above the best: %s, %s",
-            len(matrices),
-            solution.world,
-            time.perf_counter() - start,
-            100 * solution.gap,
-            solution.stage,
-            solution.reason,
-        )
-        return OwnerPlan.from_solution(solution, measured, table)
+        return _solved(matrices, ranks, measured, table, options)
     if plan is None:
         return OwnerPlan((), Plan({}, (), (0,) * len(ranks), 0, "none", "there is no matrix"), {}, "none")
     if isinstance(plan, OwnerPlan):
@@ -366,7 +355,9 @@ def _choose(
     return OwnerPlan.load(plan)
 
 
-def _solved(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: CostTable, options: SolveOptions) -> Plan:
+def _solved(
+    matrices: Sequence[Matrix], ranks: Sequence[Rank], measured: FoundCosts, table: CostTable, options: SolveOptions
+) -> OwnerPlan:
     """What the solver finds, or has found before: what took long is kept beside the costs, for the next start."""
     sources = [item.read_bytes() for item in resources.files("dmuon.solver").iterdir() if item.name.endswith(".py")]
     ordered = tuple(sorted(matrices, key=lambda m: m.name))
@@ -374,19 +365,30 @@ def _solved(matrices: Sequence[Matrix], ranks: Sequence[Rank], table: CostTable,
     question = repr((sorted(sources), ordered, owners, table, options))
     name = f"plan-{hashlib.sha256(question.encode()).hexdigest()}.json"
     with suppress(ValueError, RuntimeError):  # nothing is there that can be read, or the user has no home
-        found = Plan.from_json(read_json(user_cache_directory() / name))
+        found = OwnerPlan.load(user_cache_directory() / name)
         if found.matrices == ordered:
-            return found
+            return replace(found, cost_source=measured.source, origin=SOLVED)
     start = time.perf_counter()
     solution = solve_plan(matrices, ranks, table, options)
-    if time.perf_counter() - start > _LONG_S and "failed" not in solution.reason:
+    seconds = time.perf_counter() - start
+    _log.debug(
+        "planned %d matrices over %d ranks in %.3f s, at most %.2f %% above the best: %s, %s",
+        len(matrices),
+        solution.world,
+        seconds,
+        100 * solution.gap,
+        solution.stage,
+        solution.reason,
+    )
+    chosen = OwnerPlan.from_solution(solution, measured, table)
+    if seconds > _LONG_S and "failed" not in solution.reason:
         try:
             folder = user_cache_directory()
             folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(folder / name, json.dumps(solution.to_json()).encode())
+            chosen.save(folder / name)
         except (OSError, RuntimeError) as error:
             _log.debug("the plan cannot be kept (%s): the next start solves again", error)
-    return solution
+    return chosen
 
 
 def _find_costs(

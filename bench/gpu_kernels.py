@@ -76,7 +76,7 @@ class Journal:
     """
 
     def __init__(self, path: Path | None, head: dict[str, Any]) -> None:
-        self._path = path
+        self._path, self._begun = path, time.monotonic()
         self.document: dict[str, Any] = {**head, **{section: [] for section in SECTIONS}}
         print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
         self._write()
@@ -112,16 +112,13 @@ class Journal:
             except RuntimeError as error:
                 raise DeviceLost(f"{what}: {error}") from None
 
-    def note(self, **values: Any) -> None:
-        self.document |= values
-        self._write()
-
     @property
     def wrong(self) -> bool:
         """Whether something of dmuon's failed."""
         return any(row["ours"] for row in self.document["faults"])
 
     def _write(self) -> None:
+        self.document["seconds"] = round(time.monotonic() - self._begun, 1)
         if self._path is not None:
             write_json(self._path, self.document)
 
@@ -379,7 +376,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DeviceLost as error:
         lost = True
         print(f"the device is lost, nothing more can run: {error}", flush=True)
-    journal.note(seconds=round(time.monotonic() - begun, 1))
     return 1 if lost or journal.wrong else 0
 
 

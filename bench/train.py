@@ -17,7 +17,6 @@ import threading
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
-from types import FrameType
 
 import torch
 from common.options import parse
@@ -63,8 +62,6 @@ def configure(parser: argparse.ArgumentParser, args: Settings) -> Settings:
     sizes = {name: getattr(args, name) or value for name, value in (LONG if args.long else SHORT).items()}
     if sizes["width"] % (2 * args.heads):
         refuse("--width", f"{sizes['width']} is not a multiple of twice the {args.heads} heads")
-    if Path(args.out).exists() and not Path(args.out).is_dir():
-        refuse("--out", f"{args.out} is not a folder")
     dtype = args.dtype if args.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     return replace(args, world=world, device=device, dtype=dtype, **sizes)
 
@@ -130,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _interrupt(number: int, _frame: FrameType | None) -> None:
+def _interrupt(number: int, _frame: object) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not disturb the ending of the children
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + number)

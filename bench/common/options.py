@@ -76,7 +76,8 @@ def parse(kind: type[S], text: str | None, argv: Sequence[str] | None = None) ->
             given[one.name] = tuple(itertools.chain(*given[one.name])) if given[one.name] else one.default
     settings = kind(**given)
     for one in fields(kind):  # type: ignore[arg-type]
-        name, values = "--" + one.name.replace("_", "-"), _each(getattr(settings, one.name))
+        name, found = "--" + one.name.replace("_", "-"), getattr(settings, one.name)
+        values = found if isinstance(found, tuple) else (found,)
         numbers = [value for value in values if type(value) is int]
         least, choices = one.metadata.get("least"), one.metadata.get("choices")
         if numbers and min(numbers) < (1 if least is None else least):
@@ -84,10 +85,6 @@ def parse(kind: type[S], text: str | None, argv: Sequence[str] | None = None) ->
         if choices is not None and not set(values) <= set(choices):
             parser.error(f"{name} must be one of {', '.join(choices)}")
     return parser, settings
-
-
-def _each(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def _several(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

@@ -268,14 +268,9 @@ def compare(
 def described(record: dict[str, Any]) -> str:
     """The model, and what one rank alone takes."""
     sizes, alone = record["settings"], record["alone"]
-    ideals = (
-        f"F (forward + backward, no communication) {alone['F']:.1f}   N (Newton-Schulz of all matrices on one rank) "
-        f"{alone['N']:.1f}"
-        if alone
-        else ""
-    )
     return (
         f"{sizes['world']} ranks, 1 thread each, gloo; {sizes['layers']} layers of width {sizes['width']}; "
         f"{sizes['batch'] * sizes['context']} tokens per rank; {sizes['rounds']} interleaved rounds; medians in ms\n"
-        f"{ideals}"
+        f"F (forward + backward, no communication) {alone['F']:.1f}   N (Newton-Schulz of all matrices on one rank) "
+        f"{alone['N']:.1f}"
     )

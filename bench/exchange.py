@@ -39,17 +39,14 @@ from common.programs import (
     Program,
     Sizes,
     build_stock,
+    compare,
     data,
     described,
-    errors,
-    initial_model,
-    measure_steps,
-    rows_of,
     whole_weights,
 )
 from common.ranks import over_ranks
 from common.results import columns
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from training.model import GPT
 from training.trainer import sharded
@@ -133,14 +130,9 @@ def equal_to_first(programs: list[Program]) -> dict[str, int]:
 
 
 def worker(rank: int, settings: Settings) -> Record:
-    mesh = init_device_mesh("cpu", (settings.world,))
     plan_with_one_link(settings.world)
-    initial = initial_model(settings)
-    names = [*MODES, GATHER, DEDICATED, ADAMW]
-    programs = [build(name, initial, mesh, settings) for name in names]
-    error = errors(programs, initial, settings, rank)
+    programs, record = compare([*MODES, GATHER, DEDICATED, ADAMW], build, settings, rank)
     held = {p.name: in_flight(p, settings, rank) for p in programs if p.name in MODES}
-    record = rows_of(programs, measure_steps(programs, initial, settings, rank), error, settings.world)
     for column, values in (("in flight", held), ("equal", equal_to_first(programs))):
         for name, value in values.items():
             record["programs"][name][column] = value

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.func import functional_call
 from training.data import EVALUATION_WINDOWS, Corpus, load_corpus
 from training.model import GPT, GPTConfig
-from training.trainer import lr_factor
+from training.trainer import adamw, lr_factor, matrices_and_rest
 
 import dmuon
 from dmuon.kernels import orthogonalize
@@ -69,18 +69,11 @@ def optimizers_of(member: str, model: GPT) -> list[torch.optim.Optimizer]:
     name, _, lr = member.partition("@")
     if name not in OTHERS:
         return [dmuon.Muon(model, lr=float(lr or LR), adamw_lr=ADAMW_LR, **MEMBERS[name])]
-    of_muon, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
-    for group in dmuon.param_groups(model):
-        (of_muon if group["use_muon"] and name == "torch" else others).extend(group["params"])
-    decays = ([p for p in others if p.ndim > 1], 0.1), ([p for p in others if p.ndim < 2], 0.0)  # as dmuon.Muon has it
-    adamw = torch.optim.AdamW(
-        [{"params": params, "weight_decay": decay} for params, decay in decays],
-        lr=float(lr or ADAMW_LR) if name == "adamw" else ADAMW_LR,
-        betas=(0.9, 0.95),
-    )
     if name == "adamw":
-        return [adamw]
-    return [torch.optim.Muon(of_muon, lr=float(lr or LR), adjust_lr_fn="match_rms_adamw", eps=1e-7), adamw]
+        return [adamw(model.parameters(), float(lr or ADAMW_LR))]
+    matrices, rest = matrices_and_rest(model)
+    muon = torch.optim.Muon(matrices, lr=float(lr or LR), adjust_lr_fn="match_rms_adamw", eps=1e-7)
+    return [muon, adamw(rest, ADAMW_LR)]
 
 
 def p_value(differences: Sequence[float]) -> float:

@@ -33,12 +33,11 @@ from common.fit import overhead, scenario_of
 from common.options import parse
 from common.published import Case
 from common.results import columns, write_json
-from gpu.steps import AGAIN, settings_of
+from gpu_steps import AGAIN, settings_of
 
 from dmuon.planning.cost_cache import CostCache, NsOptions, device_key, user_cache_path
-from dmuon.tools.simulation.hardware import HARDWARE, Product, product_s, wave_costs
-from dmuon.tools.simulation.prediction import ERROR
-from dmuon.tools.simulation.step import Program
+from dmuon.tools.hardware import HARDWARE, Product, product_s, wave_costs
+from dmuon.tools.simulation import ERROR, Program
 
 _BENCH = Path(__file__).resolve().parent
 _PREDICTED: dict[str, Program] = {"dmuon": "exchanged", "dedicated": "dedicated", "gather": "gather"}
@@ -77,7 +76,7 @@ def parts(out: Path, gpus: int, dry: bool) -> list[Part]:
     profile = ("-m", "dmuon.tools.cli.profile", str(out / "model.json"), *cpu, "--budget")
     budget = ("2", "--max-batch", "2") if dry else ("480",)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    size = ("-m", "gpu.steps", "--size", "dry" if dry else "1b")
+    size = ("-m", "gpu_steps", "--size", "dry" if dry else "1b")
     return [
         part("checks", 900, *check),
         part("kernels", 660, *kernels, *limits),

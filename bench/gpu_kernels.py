@@ -76,7 +76,7 @@ class Journal:
     """
 
     def __init__(self, path: Path | None, head: dict[str, Any]) -> None:
-        self._path = path
+        self._path, self._begun = path, time.monotonic()
         self.document: dict[str, Any] = {**head, **{section: [] for section in SECTIONS}}
         print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
         self._write()
@@ -112,16 +112,13 @@ class Journal:
             except RuntimeError as error:
                 raise DeviceLost(f"{what}: {error}") from None
 
-    def note(self, **values: Any) -> None:
-        self.document |= values
-        self._write()
-
     @property
     def wrong(self) -> bool:
         """Whether something of dmuon's failed."""
         return any(row["ours"] for row in self.document["faults"])
 
     def _write(self) -> None:
+        self.document["seconds"] = round(time.monotonic() - self._begun, 1)
         if self._path is not None:
             write_json(self._path, self.document)
 
@@ -157,12 +154,9 @@ class Settings:
     def tiles(self) -> bool:
         return backend_fault("triton", self.device, torch.float16) is None
 
-    @property
-    def configs(self) -> Callable[[int, int, torch.dtype], Sequence[TileConfig]]:
+    def configs(self, m: int, p: int) -> Sequence[TileConfig]:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
-        if self.dry:
-            return lambda m, p, dtype: _DRY
-        return lambda m, p, dtype: candidates(m, p, dtype, capability)
+        return _DRY if self.dry else candidates(m, p, torch.float16, capability)
 
     def medians(
         self, programs: Mapping[str, Callable[[], object]], journal: Journal, what: str, others: Sequence[str] = ()
@@ -245,7 +239,7 @@ def _products(settings: Settings, k: int, m: int, depth: int) -> dict[str, Calla
     else:
         programs["cuBLAS"] = partial(torch.bmm, x, x.mT, out=out)
         ours = partial(symmetric_product, x, x.mT, alpha=0.5, out=out)
-    return programs | {str(config): partial(ours, config=config) for config in settings.configs(m, depth * m, x.dtype)}
+    return programs | {str(config): partial(ours, config=config) for config in settings.configs(m, depth * m)}
 
 
 def _product_row(k: int, m: int, p: int, times: dict[str, float]) -> tuple[dict[str, Any], str]:
@@ -255,17 +249,9 @@ def _product_row(k: int, m: int, p: int, times: dict[str, float]) -> tuple[dict[
     best = min((name for name in times if name not in CUBLAS), key=lambda name: times[name], default=None)
     if theirs is None or best is None:
         return row, f"product {k}x{m}x{p}: nothing to compare"
-    row |= {
-        "best": best,
-        "speedup": theirs / times[best],
-        "cublas_tflops": 2 * k * m * m * p / theirs / 1e9,
-        "effective_tflops": 2 * k * m * m * p / times[best] / 1e9,
-    }
-    line = (
-        f"product {k}x{m}x{p}: cuBLAS {theirs:.3f} ms, best {times[best]:.3f} ms, {row['speedup']:.2f} times as fast, "
-        f"{row['effective_tflops']:.0f} TFLOP/s, {best}"
-    )
-    return row, line
+    row |= {"best": best, "speedup": theirs / times[best], "tflops": 2 * k * m * m * p / times[best] / 1e9}
+    line = f"cuBLAS {theirs:.3f} ms, best {times[best]:.3f} ms, {row['speedup']:.2f} times as fast"
+    return row, f"product {k}x{m}x{p}: {line}, {row['tflops']:.0f} TFLOP/s, {best}"
 
 
 # -- models: shape by shape, in batches as training makes them ---------------------------------------------------------
@@ -390,7 +376,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DeviceLost as error:
         lost = True
         print(f"the device is lost, nothing more can run: {error}", flush=True)
-    journal.note(seconds=round(time.monotonic() - begun, 1))
     return 1 if lost or journal.wrong else 0
 
 

@@ -43,8 +43,6 @@ import dmuon
 
 CONFIG = GPTConfig(layers=8, width=192, heads=4, context=16)
 COLUMNS = ("held", "backward", "step")
-
-
 # By default glibc keeps what threads have freed in arenas of their own, and small pieces between those that are in use.
 RETURNED = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
 WIDE = GPTConfig(layers=6, width=384, heads=6, context=128)
@@ -114,7 +112,7 @@ def laid_out(
 
 def counted(rank: int, name: str, world: int) -> dict[str, float]:
     """The three numbers of one layout, each of the rank that has most."""
-    with Live(counting=False) as live:
+    with Live() as live:
         optimizer, backward, elements = laid_out(name, CONFIG, world, 1)
         for _ in range(2):  # what is made once is made
             backward()

@@ -26,7 +26,7 @@ from common.results import columns
 
 from dmuon.model.config import read_model
 from dmuon.solver import CostTable, Matrix, plan
-from dmuon.tools.simulation.hardware import HARDWARE, wave_costs
+from dmuon.tools.hardware import HARDWARE, wave_costs
 
 COLUMNS = {"matrices": "d", "makespan_ms": ".3f", "gap": ".2%", "stage": "", "seconds": ".2f"}
 COLUMNS |= {"lpt": ".2f", "round_robin": ".2f"}
@@ -67,16 +67,14 @@ def measure(settings: Settings) -> Record:
         costs = wave_costs(device, counts)
         for ranks in settings.ranks:
             cases[f"{name} {ranks}"] = solve(matrices, ranks, costs)
-    return {"cost_source": f"estimated: wave model of {device.name}", **summary(cases), "cases": cases}
-
-
-def summary(cases: dict[str, Record]) -> Record:
     gaps = [case["gap"] for case in cases.values()]
     return {
+        "cost_source": f"estimated: wave model of {device.name}",
         "count": len(gaps),
         "within": sum(gap <= 0.01 for gap in gaps),
         "largest_gap": max(gaps),
         "most_seconds": max(case["seconds"] for case in cases.values()),
+        "cases": cases,
     }
 
 

@@ -24,8 +24,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import log
+from operator import itemgetter
 
 import torch
 import torch._dynamo  # which the first DTensor imports
@@ -68,19 +69,7 @@ class Block(nn.Module):
         return x
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """What one phase cost this rank.
-
-    Attributes:
-        work: processor seconds, or calls of functions.
-        collectives: that were started.
-        grown: MiB by which resident memory was larger at most than before.
-    """
-
-    work: float
-    collectives: int
-    grown: float
+Phase = dict[str, float]  # processor seconds or calls, collectives that were started, and most MiB more than before
 
 
 class Meter:
@@ -110,7 +99,8 @@ class Meter:
             sys.setprofile(None)
         work = called if self._calls else time.process_time() - start
         grown = resident_mib(peak=True) - before
-        self.phases.setdefault(name, []).append(Phase(work, self._counts.total() - collectives, grown))
+        found = {"work": work, "collectives": self._counts.total() - collectives, "grown": grown}
+        self.phases.setdefault(name, []).append(found)
 
 
 def live(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Phase]:
@@ -208,7 +198,7 @@ def save_and_load(meter: Meter, optimizer: dmuon.Muon, *modules: nn.Module) -> N
 
 def medians(meter: Meter) -> dict[str, Phase]:
     """Of each phase that which took the median of work."""
-    return {name: sorted(times, key=lambda phase: phase.work)[len(times) // 2] for name, times in meter.phases.items()}
+    return {name: sorted(times, key=itemgetter("work"))[len(times) // 2] for name, times in meter.phases.items()}
 
 
 def run(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Phase]:
@@ -218,12 +208,12 @@ def run(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Pha
     done = subprocess.run([sys.executable, __file__, "--job", job], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{residency}, {ranks} ranks, {matrices} matrices:\n{done.stderr[-2000:]}")
-    return {name: Phase(**phase) for name, phase in json.loads(done.stdout.splitlines()[-1]).items()}
+    found: dict[str, Phase] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _work_as_job(job: str) -> int:
-    phases = live(*json.loads(job))
-    print(json.dumps({name: asdict(phase) for name, phase in phases.items()}))
+    print(json.dumps(live(*json.loads(job))))
     sys.stdout.flush()
     os._exit(0)  # nobody is there to say goodbye to
 
@@ -235,12 +225,12 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 def measure(settings: Settings) -> Record:
     """By phase of a residency, then by ranks x matrices."""
-    phases: dict[str, dict[str, dict[str, float]]] = {}
+    phases: dict[str, dict[str, Phase]] = {}
     for residency in settings.residency:
         for matrices in settings.matrices:
             for ranks in settings.ranks:
                 for name, phase in run(residency, ranks, matrices, settings.counts).items():
-                    phases.setdefault(f"{residency} {name}", {})[f"{ranks} x {matrices}"] = asdict(phase)
+                    phases.setdefault(f"{residency} {name}", {})[f"{ranks} x {matrices}"] = phase
     return {"phases": phases}
 
 
@@ -265,14 +255,11 @@ def table(record: Record) -> str:
     return f"{unit} (collectives, MiB grown) of one rank by ranks x matrices\n{shown}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    def fault(settings: Settings) -> str:
-        if EXPERTS in settings.residency and any(count % GROUP for count in settings.ranks):
-            return f"--ranks must be multiples of {GROUP} for experts"
-        return ""
-
-    return run_bench(Settings, __doc__, measure, table, argv, fault=fault)
+def fault(settings: Settings) -> str:
+    unfit = EXPERTS in settings.residency and any(count % GROUP for count in settings.ranks)
+    return f"--ranks must be multiples of {GROUP} for experts" if unfit else ""
 
 
 if __name__ == "__main__":
-    sys.exit(_work_as_job(sys.argv[2]) if sys.argv[1:2] == ["--job"] else main())
+    is_job = sys.argv[1:2] == ["--job"]
+    sys.exit(_work_as_job(sys.argv[2]) if is_job else run_bench(Settings, __doc__, measure, table, fault=fault))

@@ -21,9 +21,9 @@ from common.published import PRODUCTS
 from common.results import columns
 
 from dmuon.model.config import read_model
-from dmuon.tools.simulation.hardware import HARDWARE, Product, Topology, product_s
-from dmuon.tools.simulation.prediction import ERROR, Way, meshes, recommend
-from dmuon.tools.simulation.step import EFFICIENCY, Scenario, Workload
+from dmuon.tools.cli.plan import OWN, Way, best, meshes, predict
+from dmuon.tools.hardware import HARDWARE, Product, Topology, product_s
+from dmuon.tools.simulation import EFFICIENCY, ERROR, Scenario, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ def scaling(settings: Settings) -> Record:
             owners, costs = planned(matrices, machine, world)
             topology = Topology(world, machine.gpus_per_node)
             scenario = Scenario(workload, owners, costs, machine, topology, efficiency=settings.efficiency)
-            found = recommend(scenario, [*meshes(topology)])
-            adamw, taken = found.adamw, found.ways[0]
+            ways = predict(scenario, meshes(topology))
+            adamw, taken = best(ways, "adamw"), best(ways)
             rows.append(
                 {
                     "model": path.stem,
@@ -84,8 +84,8 @@ def scaling(settings: Settings) -> Record:
                     "verdict": taken.over(adamw) if taken.fits else "does not fit",
                     "mesh": _place(taken),
                     "residency": taken.program,
-                    "code": "\n".join(taken.code(found.blocks)),
-                    "ways": [_told(way) for way in found.ways],
+                    "code": "\n".join(taken.code()),
+                    "ways": [_told(way) for way in ways if way.program in OWN],
                 }
             )
     return {"error": ERROR, "rows": rows}
@@ -93,7 +93,7 @@ def scaling(settings: Settings) -> Record:
 
 def _place(way: Way) -> str:
     """The mesh, and whether weights are kept."""
-    return way.mesh + (", kept" if way.kept else "")
+    return way.mesh + (", kept" if way.scenario.kept else "")
 
 
 def _told(way: Way) -> dict[str, Any]:

@@ -27,9 +27,9 @@ medians over rounds in ms, of the slowest rank unless said otherwise:
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from common.ablation import LEVELS, PREDICTED, SEQUENTIAL, predicted, shares
 from common.harness import Record, on_ranks, run
@@ -44,14 +44,11 @@ from common.programs import (
     Sizes,
     build_dedicated,
     build_stock,
+    compare,
     described,
-    errors,
-    initial_model,
-    measure_steps,
-    rows_of,
 )
-from common.results import columns, without_home
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from common.results import columns
+from torch.distributed.device_mesh import DeviceMesh
 from training.model import GPT
 
 import dmuon
@@ -92,16 +89,12 @@ def build(name: str, initial: GPT, mesh: DeviceMesh, settings: Settings) -> Prog
 
 
 def worker(rank: int, settings: Settings) -> Record:
-    mesh = init_device_mesh("cpu", (settings.world,))
-    initial = initial_model(settings)
     ablation = settings.programs == "ablation"
     names = (*PROGRAMS[settings.programs], *([SEQUENTIAL] if ablation else []), GATHER, ADAMW)
-    programs = [build(name, initial, mesh, settings) for name in names]
-    error = errors(programs, initial, settings, rank)
-    samples = measure_steps(programs, initial, settings, rank)
+    programs, found = compare(names, build, settings, rank)
     plan = programs[0].plan
-    costs = {"cost_source": without_home(plan.cost_source), "balance": plan.balance}
-    return {**costs, **rows_of(programs, samples, error, settings.world)}
+    costs = {"cost_source": plan.cost_source.replace(str(Path.home()), "~"), "balance": plan.balance}
+    return {**costs, **found}
 
 
 def measure(settings: Settings) -> Record:
@@ -125,12 +118,6 @@ def table(record: Record) -> str:
         parts.append(columns(found["programs"], shown, "program"))
     shown = {"ms": ".2f", "times": ".2f", "of the time": ".0%", "of the factor": ".0%", "published": ""}
     parts += [columns(rows, shown, title) for title, rows in record.get("saved", {}).items()]
-    if "worlds" in record:
-        times = {"published": {world: float(world) for world in record["worlds"]}}
-        for level, how in itertools.product((LEVELS[0], LEVELS[-1]), ("exposed CPU", "exposed")):
-            found = {world: record["saved"][f"{world} ranks, {how}"][level]["times"] for world in record["worlds"]}
-            times[f"{level}, {how}"] = found
-        parts.append(columns(times, dict.fromkeys(record["worlds"], ".2f"), "times the baseline, by ranks"))
     return "\n\n".join(parts)
 
 

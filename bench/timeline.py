@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from common.figures import new_figure, save_png
 from common.options import RankOptions, parse
-from common.ranks import run_ranks, share
+from common.ranks import run_ranks
+from matplotlib.figure import Figure
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -68,7 +69,10 @@ def record(rank: int, settings: Settings) -> list[list[Span]]:
         optimizer.step()
         optimizer.zero_grad()
         forward_backward()  # shows the next forward
-    return share([(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in trace.events()])
+    everyone: list[list[Span]] = [[]] * settings.world
+    own = [(e.name, e.time_range.start / 1e3, e.time_range.end / 1e3) for e in trace.events()]
+    dist.all_gather_object(everyone, own)
+    return everyone
 
 
 def kind_of(name: str, kinds: dict[str, tuple[str, str]]) -> str | None:
@@ -76,9 +80,9 @@ def kind_of(name: str, kinds: dict[str, tuple[str, str]]) -> str | None:
 
 
 def draw(everyone: list[list[Span]], out: Path) -> None:
-    figure = new_figure(12, 1.2 + 1.3 * len(everyone))
+    figure = Figure(figsize=(12, 1.2 + 1.3 * len(everyone)), layout="tight")
     axes = figure.subplots()
-    legend, rows, inside = {}, {}, []
+    rows, inside = {}, []
     for rank, spans in enumerate(everyone):
         start = min(begin for name, begin, _ in spans if kind_of(name, COMPUTED))
         for index, (lane, kinds) in enumerate(LANES.items()):
@@ -87,9 +91,9 @@ def draw(everyone: list[list[Span]], out: Path) -> None:
                 bars = [(b - start, max(e - b, 0.05)) for name, b, e in spans if kind_of(name, kinds) == kind]
                 height = 0.8 if lane == "compute" else 0.4
                 low = 0.4 if kind == "gloo:" else 0.0  # beside what is sent at once
-                drawn = axes.broken_barh(bars, (row + low, height), facecolors=colour, edgecolor="white", linewidth=0.3)
-                if bars:
-                    legend.setdefault(said, drawn)
+                of_all = "" if rank else said  # the legend says it once
+                look = {"facecolors": colour, "edgecolor": "white", "linewidth": 0.3, "label": of_all}
+                axes.broken_barh(bars, (row + low, height), **look)
                 if kind in ("dmuon::ns", "dmuon::adamw"):
                     inside += [time for begin, length in bars for time in (begin, begin + length)]
     axes.set_yticks([row + 0.4 for row in rows.values()], list(rows))
@@ -98,12 +102,9 @@ def draw(everyone: list[list[Span]], out: Path) -> None:
     first, last = min(inside), max(inside)
     axes.set_xlim(first - 0.4 * (last - first), last + 0.4 * (last - first))
     axes.set_xlabel("ms")
-    axes.legend(
-        legend.values(), legend, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=9
-    )
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    save_png(figure, out)
+    axes.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(out, dpi=110)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import threading
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
-from types import FrameType
 
 import torch
 from common.options import parse
@@ -25,14 +24,6 @@ from common.ranks import run_ranks
 from common.results import head, write_json
 from training import report
 from training.settings import LONG, OPTIMIZERS, SHORT, Job, Settings
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM arrived."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def work(rank: int, job: Job) -> None:
@@ -71,8 +62,6 @@ def configure(parser: argparse.ArgumentParser, args: Settings) -> Settings:
     sizes = {name: getattr(args, name) or value for name, value in (LONG if args.long else SHORT).items()}
     if sizes["width"] % (2 * args.heads):
         refuse("--width", f"{sizes['width']} is not a multiple of twice the {args.heads} heads")
-    if Path(args.out).exists() and not Path(args.out).is_dir():
-        refuse("--out", f"{args.out} is not a folder")
     dtype = args.dtype if args.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     return replace(args, world=world, device=device, dtype=dtype, **sizes)
 
@@ -122,11 +111,11 @@ def main(argv: list[str] | None = None) -> int:
             if left is not None:
                 print(f"{OPTIMIZERS[optimizer]}, seed {seed} …", file=sys.stderr, flush=True)
                 run_ranks(settings.world, work, left, device=settings.device)
-    except Interrupted as interruption:
+    except SystemExit:
         print(f"\ninterrupted; --resume goes on from the last checkpoint in {out}", file=sys.stderr)
         for child in multiprocessing.active_children():
             child.kill()
-        return 128 + interruption.number
+        raise
     records = report.read(out / "metrics.jsonl")
     results = [report.find_run(records, optimizer, seed) for optimizer, seed in runs]
     print(f"\n{report.table(results)}\n\n{report.explain(results, *settings.size)}\n")
@@ -138,10 +127,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _interrupt(number: int, _frame: FrameType | None) -> None:
+def _interrupt(number: int, _frame: object) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not disturb the ending of the children
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Interrupted(number)
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,15 @@ FLOORS = (  # a package imports from the floors below its own; packages of one f
     {"dedicated", "exchanged"},
     {"optimizer"},
     {"report", "integrations"},
+    {"hardware"},
     {"check", "simulation"},
     {"cli"},
     {"tools"},  # only a docstring
 )
 ALONE = {"kernels", "solver"}  # import nothing of dmuon; others see only what their __init__ exports
-SIMULATION = {"simulation", "planning", "model", "platform"}
-OPTIONAL = {"matplotlib", "transformers", "triton", "pulp", "tqdm"}  # what a function may import, and what needs it
+PREDICTING = {"hardware", "simulation"}
+KNOWN_TO_PREDICTIONS = {"hardware", "planning", "model", "platform"}  # and what stands alone
+OPTIONAL = {"matplotlib", "transformers", "triton", "pulp"}  # what a function may import, and what needs it
 MAY_USE_THE_FACE = {"check", "cli"}
 
 
@@ -100,8 +102,8 @@ def fault(importer: str, target: str) -> str:
         return "" if target == f"dmuon.{other}" else f"{other} is used through its __init__ only"
     if not other:
         return "" if own in MAY_USE_THE_FACE else "only check and cli import the public face"
-    if own == "simulation" and other not in SIMULATION:
-        return f"simulation knows {', '.join(sorted(SIMULATION))} only"
+    if own in PREDICTING and other not in KNOWN_TO_PREDICTIONS:
+        return f"predictions know {', '.join(sorted(KNOWN_TO_PREDICTIONS))} only"
     return "" if floor_of(other) < floor_of(own) else f"{other} does not stand below {own}"
 
 

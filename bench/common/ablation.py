@@ -18,7 +18,7 @@ from dmuon import OwnerPlan
 from dmuon.kernels import orthogonalize
 from dmuon.model.config import read_model
 from dmuon.solver import CostTable, Matrix, Plan, plan
-from dmuon.tools.simulation.hardware import HARDWARE, Device, Product, product_s, wave_costs
+from dmuon.tools.hardware import HARDWARE, Device, Product, product_s, wave_costs
 
 SEQUENTIAL = "sequential everywhere"
 OWNERS, GRAM, PLANNER, TUNED = "owners", "+ Gram, symmetric", "+ planner", "+ batches, tuning"

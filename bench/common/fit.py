@@ -13,11 +13,10 @@ from common.published import CASES, HOMES, Case, config_path
 from common.results import columns
 from dmuon.model.config import read_model
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
-from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, wave_costs
-from dmuon.tools.simulation.step import Scenario, Workload, step_s
+from dmuon.tools.hardware import HARDWARE, Hardware, Topology, wave_costs
+from dmuon.tools.simulation import EFFICIENCY, Scenario, Workload, step_s
 
 _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
-_HALF = 0.5  # of the peak, which AdamW's step should be near to
 
 
 def planned(matrices: Sequence[Matrix], machine: Hardware, world: int) -> tuple[Plan, CostTable]:
@@ -45,7 +44,7 @@ def scenario_of(case: Case) -> tuple[Scenario, float]:
         sequences = max(1, round(per_gpu / (model.flops / case.pp)))
     elif case.over_s is not None:
         reached = stage.flops / (case.over_s * machine.device.peak_flops)  # by one sequence
-        sequences = max(1, round(_HALF / reached))
+        sequences = max(1, round(EFFICIENCY / reached))
     else:
         sequences = 2
     more = Workload.from_config(case.path, tokens=case.sequence * sequences, sequence=case.sequence)
@@ -69,7 +68,7 @@ def last_stage(model: Workload, count: int) -> Workload:
 
 def overhead(case: Case, base: Scenario, over_s: float) -> tuple[float, float]:
     """Predicted ``program`` over ``over``, less 1, at the efficiency by which ``over`` takes as long as published."""
-    efficiency = _HALF
+    efficiency = EFFICIENCY
     for _ in range(4 if over_s else 0):
         step = step_s(case.over, replace(base, efficiency=efficiency))
         computes = base.workload.flops / case.machine.device.peak_flops / efficiency

@@ -31,13 +31,12 @@ class Live(TorchDispatchMode):
     """Follows the storages that are made inside; what a DTensor's own operators make in between is not seen.
 
     Attributes:
-        peak: most bytes that were alive at once of them, since :meth:`restart` if that was called.
-        counting: whether it is kept up; before the first restart perhaps nobody asks.
+        peak: most bytes that were alive at once of them, since :meth:`restart`; before that it is not kept up.
     """
 
-    def __init__(self, counting: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.peak, self.counting = 0, counting
+        self.peak, self._counting = 0, False
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def bytes(self) -> int:
@@ -48,7 +47,7 @@ class Live(TorchDispatchMode):
 
     def restart(self) -> None:
         gc.collect()
-        self.peak, self.counting = self.bytes(), True
+        self.peak, self._counting = self.bytes(), True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -57,7 +56,7 @@ class Live(TorchDispatchMode):
             key = storage._cdata
             if key not in given and (key not in self._storages or self._storages[key]() is None):
                 self._storages[key] = weakref.ref(storage)
-        if self.counting:
+        if self._counting:
             self.saw(self.bytes())
         return found
 
@@ -93,6 +92,7 @@ class Ledger(Live):
             self._restore.callback(setattr, kind, name, own)
             setattr(kind, name, self._observed(own))
         super().__enter__()
+        self.restart()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -64,14 +65,19 @@ def parse(kind: type[S], text: str | None, argv: Sequence[str] | None = None) ->
         if default is False:
             parser.add_argument(name, action="store_true")
         elif isinstance(default, tuple):
-            shown, of = ",".join(map(str, default)), _several(type(default[0]) if default else str)
-            parser.add_argument(name, type=of, nargs="+", action=_Joined, default=default, help=f"default {shown}")
+            of = type(default[0]) if default else str
+            parser.add_argument(name, type=_several(of), nargs="+", help=f"default {','.join(map(str, default))}")
         else:
             kind_of: Any = type(default) if default is not None else int if one.type == "int | None" else str
             parser.add_argument(name, type=kind_of, default=default, help=f"default {default}")
-    settings = kind(**vars(parser.parse_args(argv)))
+    given = vars(parser.parse_args(argv))
     for one in fields(kind):  # type: ignore[arg-type]
-        name, values = "--" + one.name.replace("_", "-"), _each(getattr(settings, one.name))
+        if isinstance(one.default, tuple):
+            given[one.name] = tuple(itertools.chain(*given[one.name])) if given[one.name] else one.default
+    settings = kind(**given)
+    for one in fields(kind):  # type: ignore[arg-type]
+        name, found = "--" + one.name.replace("_", "-"), getattr(settings, one.name)
+        values = found if isinstance(found, tuple) else (found,)
         numbers = [value for value in values if type(value) is int]
         least, choices = one.metadata.get("least"), one.metadata.get("choices")
         if numbers and min(numbers) < (1 if least is None else least):
@@ -79,15 +85,6 @@ def parse(kind: type[S], text: str | None, argv: Sequence[str] | None = None) ->
         if choices is not None and not set(values) <= set(choices):
             parser.error(f"{name} must be one of {', '.join(choices)}")
     return parser, settings
-
-
-def _each(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-class _Joined(argparse.Action):
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
-        setattr(namespace, self.dest, tuple(one for several in values for one in several))
 
 
 def _several(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

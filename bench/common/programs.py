@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from training.gather import GatherMuon
 from training.model import GPT, GPTConfig
-from training.trainer import adamw, sharded
+from training.trainer import adamw, matrices_and_rest, sharded
 
 import dmuon
 from common.ablation import OWNERS, SEQUENTIAL, TEXTBOOK, TUNED, ablated
@@ -25,7 +26,6 @@ from common.clock import collect, in_turn, medians
 from common.options import TurnOptions, option
 from common.ranks import over_ranks, timed
 from dmuon.dedicated.dedication import dedications
-from dmuon.model.routing import route_parameters
 
 LR = 2e-3
 APART = dmuon.create_dtensor_config()  # what every rank trains by itself
@@ -43,6 +43,9 @@ class Sizes(TurnOptions):
     batch: int = 4
     check: int = 3
     seed: int = option(0, least=0)
+
+
+S = TypeVar("S", bound=Sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +151,13 @@ def build_stock(name: str, initial: GPT, mesh: DeviceMesh, sizes: Sizes) -> Prog
     """The program called ``GATHER``, ``SEQUENTIAL``, ``DEDICATED`` or ``ADAMW``."""
     if name == DEDICATED:
         return build_dedicated(name, Mode(), copy.deepcopy(initial), sizes)
-    matrices = {r.fqn for r in route_parameters(copy.deepcopy(initial)) if r.muon}
     model = sharded(fully_shard, copy.deepcopy(initial), mesh=mesh)
     if name == ADAMW:
         return Program(name, model, [adamw(model.parameters(), LR)], "adamw")
     assert name in (GATHER, SEQUENTIAL), name
-    named = list(model.named_parameters())
-    muon = GatherMuon([p for n, p in named if n in matrices], lr=LR, textbook=name == SEQUENTIAL)
-    return Program(name, model, [muon, adamw((p for n, p in named if n not in matrices), LR)], "gather")
+    matrices, rest = matrices_and_rest(model)
+    muon = GatherMuon(matrices, lr=LR, textbook=name == SEQUENTIAL)
+    return Program(name, model, [muon, adamw(rest, LR)], "gather")
 
 
 def data(sizes: Sizes, step: int, rank: int | None, shared: bool = False) -> tuple[Tensor, Tensor]:
@@ -233,8 +235,14 @@ def measure_steps(programs: list[Program], initial: GPT, sizes: Sizes, rank: int
     return collect(sizes.warmup, sizes.rounds, sample)
 
 
-def rows_of(programs: list[Program], samples: Samples, error: dict[str, float], world: int) -> dict[str, Any]:
-    """The medians of every program, and what follows from them; of one rank alone under ``alone``."""
+def compare(
+    names: Iterable[str], build: Callable[[str, GPT, DeviceMesh, S], Program], settings: S, rank: int
+) -> tuple[list[Program], dict[str, Any]]:
+    """The programs, the medians of each, and what follows from them; of one rank alone under ``alone``. Collective."""
+    mesh, initial = init_device_mesh("cpu", (settings.world,)), initial_model(settings)
+    programs = [build(name, initial, mesh, settings) for name in names]
+    error, world = errors(programs, initial, settings, rank), settings.world
+    samples = measure_steps(programs, initial, settings, rank)
     found: dict[str, dict[str, Any]] = {}
     for (name, column), value in medians(samples).items():
         found.setdefault(name, {})[column] = value
@@ -254,20 +262,15 @@ def rows_of(programs: list[Program], samples: Samples, error: dict[str, float], 
     for row in rows.values():
         row["of AdamW"] = row["step"] / rows[ADAMW]["step"]
         row["of gather"] = row["exposed"] / rows[GATHER]["exposed"]
-    return {"alone": found["alone"], "programs": rows}
+    return programs, {"alone": found["alone"], "programs": rows}
 
 
 def described(record: dict[str, Any]) -> str:
     """The model, and what one rank alone takes."""
     sizes, alone = record["settings"], record["alone"]
-    ideals = (
-        f"F (forward + backward, no communication) {alone['F']:.1f}   N (Newton-Schulz of all matrices on one rank) "
-        f"{alone['N']:.1f}"
-        if alone
-        else ""
-    )
     return (
         f"{sizes['world']} ranks, 1 thread each, gloo; {sizes['layers']} layers of width {sizes['width']}; "
         f"{sizes['batch'] * sizes['context']} tokens per rank; {sizes['rounds']} interleaved rounds; medians in ms\n"
-        f"{ideals}"
+        f"F (forward + backward, no communication) {alone['F']:.1f}   N (Newton-Schulz of all matrices on one rank) "
+        f"{alone['N']:.1f}"
     )

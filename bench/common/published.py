@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dmuon.tools.simulation.hardware import HARDWARE, Hardware
-from dmuon.tools.simulation.step import Program
+from dmuon.tools.hardware import HARDWARE, Hardware
+from dmuon.tools.simulation import Program
 
 _X_SQUARE = (
     "github.com/X-Square-Robot/dmuon, README.md at commit 001f5826527b: medians on 128 A800, sequences of 4096 tokens; "

@@ -48,13 +48,6 @@ def _work(rank: int, world: int, folder: str, device: str, worker: Callable[...,
     dist.destroy_process_group()
 
 
-def share(item: object) -> list[Any]:
-    """One object of every rank, in their order."""
-    items: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
-    return items
-
-
 def over_ranks(values: Sequence[float], op: Any = dist.ReduceOp.MAX) -> list[float]:
     """Each value over all ranks: the largest, unless ``op`` says otherwise."""
     together = torch.tensor(values, dtype=torch.float64)

@@ -15,6 +15,7 @@ import torch
 
 from common.checkout import commit  # before anything of dmuon, which it finds
 from dmuon import __version__
+from dmuon.platform.files import write_bytes
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # what products on the CPU go by
 
@@ -23,9 +24,7 @@ def write_json(path: Path | str, document: Any) -> None:
     """Write, in a folder that is made where there is none; readers and a crash find the old file or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    part.replace(path)
+    write_bytes(path, f"{json.dumps(document, indent=1, ensure_ascii=False)}\n".encode())
 
 
 def origin() -> dict[str, Any]:
@@ -76,8 +75,3 @@ def columns(rows: Mapping[str, Mapping[str, Any]], formats: Mapping[str, str], c
         "  ".join([first.ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(rest, widths[1:], strict=True))]).rstrip()
         for first, *rest in table
     )
-
-
-def without_home(text: str) -> str:
-    """``text`` without the name of the user, which paths of caches hold."""
-    return text.replace(str(Path.home()), "~")

@@ -7,7 +7,6 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 
 import dmuon
 from training import report
@@ -41,12 +39,7 @@ EVALUATIONS = 8
 PLAN = "plan.json"  # in the folder of a checkpoint, which is renamed as a whole
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
-    """Optimizers, and the plan where it is kept with a checkpoint."""
-
-    optimizers: list[torch.optim.Optimizer]
-    plan: dmuon.OwnerPlan | None = None
+Built = tuple[list[torch.optim.Optimizer], dmuon.OwnerPlan | None]  # and the plan, if that is kept with a checkpoint
 
 
 def sharded(fully_shard: Callable[..., object], model: GPT, **options: Any) -> GPT:
@@ -55,6 +48,12 @@ def sharded(fully_shard: Callable[..., object], model: GPT, **options: Any) -> G
         fully_shard(block, **options)
     fully_shard(model, **options)
     return model
+
+
+def matrices_and_rest(model: GPT) -> tuple[list[Tensor], list[Tensor]]:
+    """What Muon takes of a model, and what AdamW."""
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    return matrices, [p for p in model.parameters() if all(p is not q for q in matrices)]
 
 
 def adamw(params: Iterable[Tensor], lr: float) -> torch.optim.AdamW:
@@ -83,17 +82,16 @@ def build(name: str, model: GPT, mesh: DeviceMesh, settings: Settings, checkpoin
     sharded(dmuon.fully_shard if plan is not None else fully_shard, model, mesh=mesh, mp_policy=policy)
     if name in ("dmuon", "dedicated"):
         lrs = {"lr": settings.lr_dmuon, "adamw_lr": settings.lr_adamw}
-        return Built([dmuon.Muon(model, weight_decay=WEIGHT_DECAY, adamw_betas=BETAS, **lrs)], plan)
+        return [dmuon.Muon(model, weight_decay=WEIGHT_DECAY, adamw_betas=BETAS, **lrs)], plan
     if name == "adamw":
-        return Built([adamw(model.parameters(), settings.lr_adamw)])
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    rest = [p for p in model.parameters() if all(p is not q for q in matrices)]
+        return [adamw(model.parameters(), settings.lr_adamw)], None
+    matrices, rest = matrices_and_rest(model)
     if name == "gather":
         muon: torch.optim.Optimizer = GatherMuon(matrices, settings.lr_dmuon)
     else:
         assert name == "torch.optim.Muon", name
         muon = torch.optim.Muon(matrices, lr=settings.lr_dmuon, adjust_lr_fn="match_rms_adamw")
-    return Built([muon, adamw(rest, settings.lr_adamw)])
+    return [muon, adamw(rest, settings.lr_adamw)], None
 
 
 def lr_factor(step: int, steps: int) -> float:
@@ -117,8 +115,7 @@ class Trainer:
         torch.manual_seed(job.seed)
         self.model = GPT(settings.model).to(self.device)
         mesh = init_device_mesh(settings.device, (settings.world,))
-        self.built = build(job.optimizer, self.model, mesh, settings, job.resume_from)
-        self.optimizers = self.built.optimizers
+        self.optimizers, self.plan = build(job.optimizer, self.model, mesh, settings, job.resume_from)
         self.schedulers = [LambdaLR(one, lambda step: lr_factor(step, settings.steps)) for one in self.optimizers]
         self.clock = Clock(self.device)
         self.step = 0
@@ -153,36 +150,27 @@ class Trainer:
             dcp.load({"trainer": self}, checkpoint_id=self.job.resume_from)
         steps = self.settings.steps
         evaluate_at = {steps * i // EVALUATIONS for i in range(EVALUATIONS + 1)}
-        plan = self.built.plan
-        shown = self.rank == 0 and sys.stderr.isatty()
         if self.rank == 0 and self.job.resume_from is not None:
-            origin = "" if plan is None else f"; {plan.summary()}"
+            origin = "" if self.plan is None else f"; {self.plan.summary()}"
             print(f"{self.job.optimizer} goes on from step {self.step}{origin}", file=sys.stderr, flush=True)
         if self.rank == 0:
             self._record({"event": "start", **results.origin()})
-        with tqdm(
-            desc=f"{self.job.optimizer} seed {self.job.seed}",
-            total=steps,
-            initial=self.step,
-            disable=not shown,
-            mininterval=0.5,
-            dynamic_ncols=True,
-        ) as bar:
-            if self.step == 0:
-                self._evaluate(bar)
-            while self.step < steps:
-                self._train_step()
-                bar.update()
-                save = self.step % self.settings.checkpoint_every == 0 or self.step == steps
-                if self.step % FLUSH_EVERY == 0 or self.step in evaluate_at or save:
-                    self._flush(bar)
-                if self.step in evaluate_at:
-                    self._evaluate(bar)
-                if save:
-                    self._save()
+        if self.step == 0:
+            self._evaluate()
+        while self.step < steps:
+            self._train_step()
+            save = self.step % self.settings.checkpoint_every == 0 or self.step == steps
+            if self.step % FLUSH_EVERY == 0 or self.step in evaluate_at or save:
+                self._flush()
+            if self.step in evaluate_at:
+                self._evaluate()
+            if save:
+                self._save()
         # Of the rank that needs most, above what its process had before the model was built.
         (peak_mb,) = over_ranks([(_peak_bytes(self.device) - self._memory_before) / 1e6])
-        self._record({"event": "result", "balance": None if plan is None else plan.balance, "peak_mb": peak_mb})
+        self._record(
+            {"event": "result", "balance": None if self.plan is None else self.plan.balance, "peak_mb": peak_mb}
+        )
 
     def _train_step(self) -> None:
         start = self.clock.mark()
@@ -222,7 +210,7 @@ class Trainer:
         self._zero_grad()
         return over_ranks([self.clock.milliseconds(start, self.clock.mark())])[0]
 
-    def _flush(self, bar: tqdm) -> None:
+    def _flush(self) -> None:
         """Exchanges and records what the steps since the last flush measured: mean loss, slowest rank."""
         marks = self._marks
         losses = over_ranks([mark["loss"].item() for mark in marks], dist.ReduceOp.SUM)
@@ -247,13 +235,12 @@ class Trainer:
         if self.step % (2 * FLUSH_EVERY) == 0 or self.step == self.settings.steps:
             records[-1]["bare_ms"] = self._time_without_optimizer()
         self._record(*records)
-        bar.set_postfix(loss=f"{records[-1]['loss']:.3f}", ms=f"{step_ms[-1]:.0f}", refresh=False)
         for record in records:
             if not math.isfinite(record["loss"]):
                 raise RuntimeError(f"the loss is {record['loss']} at step {record['step']}; lower the lr")
 
     @torch.no_grad()
-    def _evaluate(self, bar: tqdm) -> None:
+    def _evaluate(self) -> None:
         """The mean loss over the same validation windows for every optimizer, seed and world size."""
         batch, world = self.settings.batch, self.settings.world
         self.model.eval()
@@ -268,8 +255,8 @@ class Trainer:
         self.model.train()
         loss = over_ranks([total.item()], dist.ReduceOp.SUM)[0] / EVALUATION_WINDOWS
         self._record({"event": "eval", "val_loss": loss, "train_seconds": self.train_seconds})
-        if not bar.disable:
-            bar.write(f"{self.job.optimizer} step {self.step}: validation loss {loss:.4f}", file=sys.stderr)
+        if self.rank == 0:
+            print(f"  step {self.step}: validation loss {loss:.4f}", file=sys.stderr, flush=True)
 
     def _save(self) -> None:
         """Writes a checkpoint beside the last one and takes its place only when it is complete."""
@@ -281,14 +268,12 @@ class Trainer:
         dist.barrier()
         dcp.save({"trainer": self}, checkpoint_id=temporary)
         if self.rank == 0:
-            if self.built.plan is not None:
-                self.built.plan.save(temporary / PLAN)
-            if final.exists():  # of a run that was resumed from further back
-                _remove(final)
+            if self.plan is not None:
+                self.plan.save(temporary / PLAN)
             temporary.rename(final)
-            for other in folder.iterdir():
+            for other in folder.iterdir():  # of which an interrupt may leave a half: a run goes on from the last one
                 if other != final:
-                    _remove(other)
+                    shutil.rmtree(other)
         dist.barrier()
 
     def _record(self, *records: report.Record) -> None:
@@ -302,15 +287,6 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint, which is none any more as soon as that begins: an interrupt leaves no half of it."""
-    if folder.name.startswith("step-"):
-        gone = folder.with_name(f"gone-{folder.name}")
-        shutil.rmtree(gone, ignore_errors=True)
-        folder = folder.rename(gone)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def full(x: Tensor) -> Tensor:

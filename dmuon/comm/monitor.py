@@ -27,8 +27,7 @@ from torch import Tensor
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import Spans, Transport
 from dmuon.layout.topology import GlobalRank, Position
-from dmuon.platform.host import keep_for_ever
-from dmuon.platform.log import logger
+from dmuon.platform.host import keep_for_ever, logger
 from dmuon.platform.streams import await_device
 from dmuon.platform.torch_private import all_gather_single, default_store, in_one_launch, reduce_scatter_single
 

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from dmuon.comm.monitor import LATE, CollectiveError, first_line, forget_groups, groups_made, settle_at_exit
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
-from dmuon.platform.host import keep_what_was_raised, let_threads_rest
-from dmuon.platform.log import logger
+from dmuon.platform.host import keep_what_was_raised, let_threads_rest, logger
 from dmuon.platform.streams import group_options
 from dmuon.platform.torch_private import (
     all_gather_single,

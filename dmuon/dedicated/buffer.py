@@ -48,7 +48,7 @@ from dmuon.comm.monitor import Pending, gather
 from dmuon.dedicated.matrix import OwnedMatrix, Part, Weight, own
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import make_layout
-from dmuon.platform.log import logger
+from dmuon.platform.host import logger
 from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import backend_of, count_holders, local_tensor
 

@@ -53,10 +53,9 @@ from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.matrix_spec import remember_spec
 from dmuon.model.routing import Exclude, Route, Select, notice, require_fitting, route_to_blocks
-from dmuon.planning.agreed_plan import Costs, Speeds, check_options, describe_source, make_plan
 from dmuon.planning.cost_cache import NsOptions
-from dmuon.planning.owner_plan import OwnerPlan, PlanSource
-from dmuon.platform.log import logger
+from dmuon.planning.owner_plan import Costs, OwnerPlan, PlanSource, Speeds, check_options, describe_source, make_plan
+from dmuon.platform.host import logger
 from dmuon.platform.options import check_flag, refuse_unknown, told_apart
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import outside_compile, require_supported_torch

@@ -30,9 +30,8 @@ from dmuon.layout.topology import GlobalRank, Topology, topology_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import Route
-from dmuon.planning.agreed_plan import Costs
 from dmuon.planning.cost_cache import NsOptions
-from dmuon.planning.owner_plan import OwnerPlan, PlanSource
+from dmuon.planning.owner_plan import Costs, OwnerPlan, PlanSource
 from dmuon.planning.strategies import SMALL_PARAM_NUMEL, Choice, choose, find_link, ns_per_byte, told
 from dmuon.platform.host import all_living
 from dmuon.platform.torch_private import default_group_is_bound, replicate_group

@@ -26,7 +26,7 @@ from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor
 from dmuon.dedicated.owned_tensor import LOCAL, OwnedTensor
 from dmuon.layout.shards import Run, layout_of
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
-from dmuon.platform.log import logger
+from dmuon.platform.host import logger
 from dmuon.platform.torch_private import Box, even_shape, local_tensor, spec_like
 
 _log = logger(__name__)

@@ -20,7 +20,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.topology import listed
 from dmuon.model.blocks import canonical_fqn
-from dmuon.platform.log import logger
+from dmuon.platform.host import logger
 
 _log = logger(__name__)
 # Kinds of values, beside those of describe().

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from dmuon.layout.topology import GlobalRank, RankGrid, ShardDims
-from dmuon.planning.agreed_plan import Costs, Speeds, check_options
+from dmuon.planning.owner_plan import Costs, Speeds, check_options
 from dmuon.planning.strategies import SMALL_PARAM_NUMEL
 from dmuon.platform.options import check_flag, check_integer
 from dmuon.solver import SolveOptions

@@ -29,7 +29,7 @@ from dmuon.exchanged.config import (
 from dmuon.exchanged.layouts import Layouts, lay_out, plan, planned_owners, whole_parcel
 from dmuon.layout.topology import GlobalRank, ShardDims, grid_of_mesh
 from dmuon.model.matrix_spec import flat_of
-from dmuon.planning.agreed_plan import Costs, Speeds
+from dmuon.planning.owner_plan import Costs, Speeds
 from dmuon.planning.strategies import SMALL_PARAM_NUMEL
 from dmuon.platform.options import check_integer, refuse_unknown, told_apart
 from dmuon.platform.torch_private import local_tensor

@@ -38,11 +38,10 @@ from dmuon.layout.parameters import (
 from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed, position_in
 from dmuon.model.matrix_spec import flat_of, is_one_matrix, spec_of
-from dmuon.planning.agreed_plan import Speeds, make_plan
 from dmuon.planning.cost_cache import NsOptions
-from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.planning.owner_plan import OwnerPlan, Speeds, make_plan
 from dmuon.planning.strategies import Choice, Ranking, choose, find_link, ns_per_byte
-from dmuon.platform.log import logger
+from dmuon.platform.host import logger
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
 from dmuon.solver import Matrix, unmeasured_batch
 from dmuon.step.batches import Task

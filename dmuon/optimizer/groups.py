@@ -31,7 +31,7 @@ from dmuon.model.matrix_spec import MatrixSpec, Names, is_remembered, remember_s
 from dmuon.model.routing import UNINITIALIZED, Exclude, Route, Select, notice, route_parameters
 from dmuon.optimizer.wrapping import in_original_shapes, note_flat_shards, replicated_by_ddp
 from dmuon.planning.cost_cache import NS_DEFAULTS
-from dmuon.platform.log import logger
+from dmuon.platform.host import logger
 from dmuon.platform.torch_private import local_tensor, unwrapped_for_ddp
 
 _log = logger(__name__)

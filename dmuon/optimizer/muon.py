@@ -33,7 +33,6 @@ from dmuon.optimizer.groups import (
     restore_specs,
     routed_groups,
 )
-from dmuon.optimizer.notices import tell_first_step, tell_products, tell_scale
 from dmuon.optimizer.options import (
     KEYWORDS_ELSEWHERE,
     MUON_OPTIONS,
@@ -54,7 +53,7 @@ from dmuon.optimizer.options import (
     strategies_of,
 )
 from dmuon.optimizer.qk_clip import QKClip
-from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
+from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats, tell_first_step, tell_products, tell_scale
 from dmuon.optimizer.state import Momentum, keep_state_of_route
 from dmuon.optimizer.wrapping import (
     Wrapping,

@@ -25,6 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.flex_attention import create_mask
 from torch.overrides import TorchFunctionMode
 
 from dmuon.comm.norm import reduce_terms
@@ -33,7 +34,6 @@ from dmuon.dedicated.runtime import runtime_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import spec_of
 from dmuon.optimizer.attention_heads import SAY_WHERE, AttentionHeads, attention_modules, layer_of
-from dmuon.optimizer.attention_logits import logits_of_flex, logits_of_sdpa
 from dmuon.optimizer.groups import inside_ddp
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
@@ -43,6 +43,7 @@ from dmuon.step.residency import Residency, part_like
 from dmuon.step.rounds import Round
 
 _FLEX = torch.ops.higher_order.flex_attention
+_BLOCK_NUMEL = 2**24  # of logits that are computed at once
 _Table = tuple[Tensor, Tensor, str]  # a parameter, for each output the index of its factor, and a name
 
 
@@ -376,3 +377,69 @@ class _Watch(TorchFunctionMode):
                 "flex_attention (transformers need attn_implementation='sdpa' for that, and nn.MultiheadAttention "
                 "hides its call): use one of them, or let the module call clip.report()"
             )
+
+
+# -- the largest logits of a call, multiplied again from what it was given ---------------------------------------------
+
+
+def logits_of_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    """The largest logit of each head, ``(heads,)``. The arguments are those of ``scaled_dot_product_attention``."""
+    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | options
+
+    def allowed(start: int, stop: int) -> Tensor | None:
+        if given.get("is_causal", False):
+            return torch.ones(stop - start, key.shape[2], dtype=torch.bool, device=query.device).tril(start)
+        if given.get("attn_mask") is None:
+            return None
+        mask = local_tensor(given["attn_mask"])
+        mask = mask[..., start:stop, :] if mask.shape[-2] > 1 else mask
+        return mask if mask.dtype == torch.bool else mask > -1e4  # some exclude by that, or by what is far below
+
+    return _largest_logits(query, key, given.get("scale"), allowed)
+
+
+def logits_of_flex(
+    query: Tensor, key: Tensor, _value: Tensor, score_mod: Any, block_mask: tuple[Any, ...], scale: float, *_: Any
+) -> Tensor:
+    """The same of ``flex_attention``. What ``score_mod`` makes ``-inf`` does not count; else it changes nothing."""
+
+    def allowed(start: int, stop: int) -> Tensor:
+        shape = (query.shape[0], query.shape[1], stop - start, key.shape[2], str(query.device))
+        mask = create_mask(lambda b, h, i, j: block_mask[-1](b, h, i + start, j), *shape)
+        return mask & create_mask(lambda score, b, h, i, j: score_mod(score, b, h, i + start, j), *shape)
+
+    return _largest_logits(query, key, scale, allowed)
+
+
+@torch.no_grad()
+def _largest_logits(
+    query: Tensor, key: Tensor, scale: float | None, allowed: Callable[[int, int], Tensor | None]
+) -> Tensor:
+    """Of ``query·key·scale`` in fp32 or wider, ``(heads,)``; ``-inf`` of a head of which no position counts.
+
+    Args:
+        allowed: which positions count, of a range of queries.
+    """
+    for tensor in (query, key):
+        placements = tensor.placements if isinstance(tensor, DTensor) else ()
+        whole = all(placement.is_replicate() or placement in (Shard(0), Shard(1)) for placement in placements)
+        if tensor.is_nested or tensor.ndim != 4 or not whole:
+            raise RuntimeError(
+                "QKClip.collect() reads (batch, heads, length, width) with whole sequences, and was given "
+                f"{tensor.ndim} dimensions of {placements or type(tensor)}: let the module call clip.report()"
+            )
+    query, key = local_tensor(query.detach()), local_tensor(key.detach())
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    found = torch.full((query.shape[1],), -inf, dtype=dtype, device=query.device)
+    width = query.shape[3]
+    columns = key.to(dtype).transpose(2, 3).unsqueeze(2)
+    rows = max(1, _BLOCK_NUMEL // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
+    with torch.autocast(query.device.type, enabled=False):
+        for start in range(0, query.shape[2] if query.numel() and key.numel() else 0, rows):
+            some = query[:, :, start : start + rows].to(dtype).unflatten(1, (key.shape[1], -1))
+            logits = (some @ columns).flatten(1, 2) * (width**-0.5 if scale is None else scale)
+            counting = allowed(start, start + logits.shape[2])
+            if counting is not None:
+                logits = logits.masked_fill(~counting, -inf)
+            found = torch.maximum(found, logits.amax((0, 2, 3)))
+    return found

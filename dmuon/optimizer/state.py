@@ -18,7 +18,7 @@ from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import Ranks, listed
 from dmuon.model.matrix_spec import Names, flat_of
 from dmuon.optimizer.options import RARE, STRATEGY, check_options
-from dmuon.platform.log import logger
+from dmuon.platform.host import logger
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import MOMENTS, as_step, new_adamw_state

@@ -39,8 +39,7 @@ from dmuon.model.matrix_spec import (
     spec_of,
 )
 from dmuon.planning.cost_cache import NsOptions
-from dmuon.platform.host import all_living
-from dmuon.platform.log import logger
+from dmuon.platform.host import all_living, logger
 from dmuon.platform.torch_private import (
     FlatUnit,
     current_backward,

@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,10 +29,9 @@ from dmuon.planning.cost_cache import (
     user_cache_files,
     user_cache_path,
 )
-from dmuon.planning.owner_plan import FoundCosts
 from dmuon.planning.profiler import build_kernels, measure, useful_batch_sizes
 from dmuon.platform.files import check_target
-from dmuon.platform.log import logger
+from dmuon.platform.host import logger
 from dmuon.solver import CostTable, Shape
 
 Work: TypeAlias = Mapping[Shape, tuple[int, ...]]
@@ -46,6 +46,19 @@ _measured: dict[CacheKey, Entries] = {}
 _PROBE_BYTES = 2**20
 _PROBE_BYTES_PER_RANK = 2**16  # with less, latency would count as cost of bytes
 _PROBES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCosts:
+    """What planning needs to know of a device.
+
+    Attributes:
+        table: the planner's costs.
+        source: where they came from, for people.
+    """
+
+    table: CostTable
+    source: str
 
 
 def find_costs(

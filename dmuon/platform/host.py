@@ -1,23 +1,46 @@
-"""Where a rank runs, and what is left of its process when it ends: threads, what they still need, and memory."""
+"""A rank and its process: its name in the log, its host, and threads and memory that are left when it ends."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 _T = TypeVar("_T")
+
+
+class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # of which Python 3.10 knows no kinds
+    """Says first which rank speaks, where there are several; records have it as ``rank`` too.
+
+    A message that nobody wants costs the comparison of a level. No handler is installed: programs decide what is shown.
+    """
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        kwargs["extra"] = {**(kwargs.get("extra") or {}), "rank": rank}
+        return (msg if world == 1 else f"rank {rank}: {msg}"), kwargs
+
+
+def logger(name: str) -> RankLogger:
+    """The logger of a module, below ``dmuon``.
+
+    At INFO it tells what a user wants to know once, one rank of a group for all of them. At DEBUG it tells what a
+    maintainer asks for. What somebody has to act on is a WARNING.
+    """
+    return RankLogger(logging.getLogger(name))
 
 
 def all_living(kind: type[_T]) -> list[_T]:

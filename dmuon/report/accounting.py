@@ -60,38 +60,16 @@ class Message(NamedTuple):
     is_sent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of owned matrices on this rank.
+def expected_memory(runtime: Runtime) -> dict[str, int]:
+    """Bytes that dmuon holds on this rank for the matrices of ``runtime`` from a step to the next forward.
 
-    Attributes:
-        masters: fp32 weights of what it owns; momentum takes as much again, and so do gradients while there are any.
-        standins: copies in communication dtype of what other replicas own and this rank serves to its row.
-        outgoing: what publications along the columns are sent from, until the next forward fetches the block.
-        kept: buffers of whole weights that stay.
-        filled_ahead: buffers that ``step()`` fills for the next forward.
-        largest: the largest buffer; while blocks compute, ``1 + prefetch`` of them exist.
+    Gradients take as much as the masters while there are any, and while blocks compute, ``1 + prefetch`` of them are
+    unsharded.
     """
-
-    masters: int
-    standins: int
-    outgoing: int
-    kept: int
-    filled_ahead: int
-    largest: int
-
-    @property
-    def at_rest(self) -> int:
-        """What there is between a step and the next forward, momentum included, without gradients."""
-        return 2 * self.masters + self.standins + self.outgoing + self.kept + self.filled_ahead
-
-
-def expected_memory(runtime: Runtime) -> Memory:
-    """Bytes that dmuon holds on this rank for the matrices of ``runtime``."""
     comm = runtime.comm
     sizes = [buffer.whole_nbytes for buffer in runtime.buffers]
     kept = sum(size for buffer, size in zip(runtime.buffers, sizes, strict=True) if buffer.keep)
-    ahead = [] if fills_wait(comm) else sizes[: comm.options.prefetch]
+    ahead = [] if kept or fills_wait(comm) else sizes[: comm.options.prefetch]
     standins = outgoing = 0
     for buffer in runtime.buffers:
         if comm.column is not None and not buffer.keep:
@@ -100,7 +78,14 @@ def expected_memory(runtime: Runtime) -> Memory:
             outgoing += sizes_here[comm.at.r]
             standins += sum(sizes_here) - sizes_here[comm.at.r]
     masters = sum(part.numel * e.master.element_size() for e in runtime.matrices() for part in e.mine)
-    return Memory(masters, standins, outgoing, kept, 0 if kept else sum(ahead), max(sizes, default=0))
+    return {
+        "fp32 masters": masters,
+        "momentum": masters,
+        "copies for its replica": standins,  # in communication dtype, of what others own and it serves to its row
+        "what is being published": outgoing,  # until the next forward fetches the block
+        "weights kept unsharded": kept,
+        "weights unsharded ahead": sum(ahead),
+    }
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -23,7 +23,7 @@ from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
-from dmuon.optimizer.notices import taken_whole
+from dmuon.optimizer.record import taken_whole
 from dmuon.platform.options import check_integer
 from dmuon.report.accounting import (
     MatrixRow,
@@ -269,7 +269,8 @@ _PURPOSES = {
 def _runtime(runtime: Runtime) -> list[str]:
     """Dtypes, memory and traffic of the owned weights."""
     entries = list(runtime.matrices())
-    memory = expected_memory(runtime)
+    held = "; ".join(f"{what} {mib(nbytes)}" for what, nbytes in expected_memory(runtime).items() if nbytes)
+    largest = max((buffer.whole_nbytes for buffer in runtime.buffers), default=0)
     topology = runtime.comm.topology
     sent = "; ".join(
         f"{_PURPOSES.get(purpose, purpose)} {calls} calls, {mib(nbytes)}"
@@ -282,9 +283,8 @@ def _runtime(runtime: Runtime) -> list[str]:
         f"gradients reduced in {_unique(b.reduce_dtype for b in runtime.buffers)}, "
         f"{'kept' if any(buffer.keep for buffer in runtime.buffers) else 'freed'} after forward",
         f"mesh: {topology.text}",
-        f"this rank holds: fp32 masters {mib(memory.masters)}, momentum as much, gradients as much, copies for "
-        f"its replica {mib(memory.standins)}, weights kept unsharded {mib(memory.kept)}, the largest block unsharded "
-        f"{mib(memory.largest)}",
+        f"this rank holds: {held or 'nothing'}; gradients as much as masters; "
+        f"the largest block unsharded {mib(largest)}",
         f"this rank sends in a step of one micro-batch: {sent or 'nothing'}",
     ]
 

@@ -55,7 +55,7 @@ def test_the_ablation_says_what_parts_save_on_several_ranks(tmp_path: Path) -> N
     options = ["--programs", "ablation", "--worlds", "1,2", *TINY, "--rounds", "1", "--warmup", "0", "--costs", "flops"]
     said = run_bench("step.py", *options, "--json", out)
     record = json.loads(out.read_text())
-    assert record["worlds"].keys() == {"1", "2"} and "times the baseline, by ranks" in said
+    assert record["worlds"].keys() == {"1", "2"} and "2 ranks, exposed CPU" in said
     for world, found in record["worlds"].items():
         for name, row in found["programs"].items():
             assert row["error"] < 1e-4, f"{name} on {world} ranks"

@@ -77,7 +77,7 @@ def test_without_a_gpu_the_gpu_script_wants_to_be_told_that_it_is_dry(
 @pytest.mark.slow
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_it_runs_from_a_checkout_that_is_not_installed(tmp_path: Path, interpreted: bool) -> None:
-    """With the files that a GPU machine gets, on Python with torch, Triton and NumPy, but without PuLP and tqdm."""
+    """With the files that a GPU machine gets, on Python with torch, Triton and NumPy, but without PuLP."""
     unwanted = shutil.ignore_patterns("__pycache__", "results", "*.egg-info")
     for name in ("bench", "dmuon", "kernels", "solver", "profiles", "tests/kernels"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=unwanted)
@@ -87,8 +87,7 @@ def test_it_runs_from_a_checkout_that_is_not_installed(tmp_path: Path, interpret
     for name in MODELS:
         (models / f"{name}.json").write_text(json.dumps(config))
     blocked.mkdir()
-    for name in ("pulp", "tqdm"):
-        (blocked / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)\n")
+    (blocked / "pulp.py").write_text("raise ModuleNotFoundError(__name__)\n")
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(blocked), str(Path(torch.__file__).parents[1])])
     environment["CUDA_VISIBLE_DEVICES"] = ""

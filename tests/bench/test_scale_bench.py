@@ -47,18 +47,18 @@ def test_calls_of_one_rank_hardly_grow_with_ranks(bench: ModuleType, tmp_path: P
 def test_a_further_matrix_costs_few_calls(bench: ModuleType, residency: str) -> None:
     few, many = (bench.run(residency, 64, count, True) for count in (64, 320))
     for phase, most in MOST_OF_ONE_MORE[residency].items():
-        more = (many[phase].work - few[phase].work) / (320 - 64)
+        more = (many[phase]["work"] - few[phase]["work"]) / (320 - 64)
         assert more <= most, f"{phase}: {more:.0f} calls for each further matrix"
 
 
 @pytest.mark.slow
 def test_a_stack_of_which_all_ranks_own_some_costs_few_calls(bench: ModuleType) -> None:
-    assert bench.run(bench.EXPERTS, 64, 512, True)["step"].work <= 700 * bench.BLOCKS
+    assert bench.run(bench.EXPERTS, 64, 512, True)["step"]["work"] <= 700 * bench.BLOCKS
 
 
 def test_sizes_that_mean_nothing_are_refused(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--ranks", "1"], ["--ranks", "12"], ["--matrices", "many"], ["--residency", "elsewhere"]):
         with pytest.raises(SystemExit) as exit:
-            bench.main(arguments)
+            bench.run_bench(bench.Settings, "", bench.measure, bench.table, arguments, fault=bench.fault)
         assert exit.value.code == 2
         assert arguments[0] in capsys.readouterr().err

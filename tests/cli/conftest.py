@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from dmuon.tools.simulation.hardware import HARDWARE
+from dmuon.tools.hardware import HARDWARE
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,8 @@ def test_a_first_run_multiplies_by_each_way_that_the_rule_takes(multiprocessors:
 
 # -- what forbids a run -------------------------------------------------------------------------------------------
 
-GPU = check.Machine("2.13", "0.1", "NCCL 2.30", "H100", "a")
+SOFTWARE = "torch 2.13, dmuon 0.1, NCCL 2.30"
+GPU = check.Machine(SOFTWARE, "H100", "a")
 
 
 class TwoRanks:
@@ -223,9 +224,9 @@ def board_of(*lines: Line) -> check.Board:
 @pytest.mark.parametrize(
     ("other", "status", "text"),
     [
-        ({}, "info", "torch 2.13, dmuon 0.1, NCCL 2.30, 1 host, 2 × H100"),
-        ({"device": "A100"}, "fail", "A100 on rank 1, H100 on rank 0; choose GPUs of one kind by CUDA_VISIBLE"),
-        ({"torch_version": "2.12"}, "fail", "ranks differ in torch version: 2.12 on rank 1, 2.13 on rank 0; install"),
+        ({}, "info", f"{SOFTWARE}, 1 host, 2 × H100"),
+        ({"device": "A100"}, "fail", "A100 on rank 1; H100 on rank 0; choose GPUs of one kind by CUDA_VISIBLE"),
+        ({"software": "torch 2.12"}, "fail", f"differ in software: torch 2.12 on rank 1; {SOFTWARE} on rank 0; inst"),
         ({"fault": f"{check._NO_BUILD} (gcc)"}, "fail", "rank 1: the kernel does not build (gcc); Triton needs a C"),
         ({"fault": "compute capability 7.5"}, "warn", "rank 1: compute capability 7.5; cuBLAS and operations of torch"),
     ],

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.comm import agreement, monitor
-from dmuon.planning import agreed_plan, cost_lookup
+from dmuon.planning import cost_lookup, owner_plan
 from dmuon.platform.streams import HostCopy
 
 SPARE = 15.0  # for a busy machine
@@ -40,19 +40,19 @@ def interrupted(rank: int, world: int, where: str, victim: int) -> None:
 
     patch = pytest.MonkeyPatch()
     options: dict[str, Any] = {"costs": "flops"}
-    solve = agreed_plan.solve_plan
+    solve = owner_plan.solve_plan
 
     def slowly(*args: Any) -> Any:
         time.sleep(2.0)
         return solve(*args)
 
-    patch.setattr(agreed_plan, "solve_plan", slowly if where == "waiting" else solve)
+    patch.setattr(owner_plan, "solve_plan", slowly if where == "waiting" else solve)
     if rank == victim:
         match where:
             case "select":
                 options["select"] = interrupt
             case "planning":
-                patch.setattr(agreed_plan, "solve_plan", interrupt)
+                patch.setattr(owner_plan, "solve_plan", interrupt)
             case "waiting":
                 find: Callable[..., Any] = cost_lookup.find_costs
                 patch.setattr(cost_lookup, "find_costs", lambda *a, **k: (soon(), find(*a, **k))[1])

@@ -21,7 +21,7 @@ from dmuon.kernels import (
     symmetric_quack,
     variant,
 )
-from dmuon.optimizer.notices import tell_products
+from dmuon.optimizer.record import tell_products
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 HALF = torch.float16

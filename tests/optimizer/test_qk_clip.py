@@ -355,7 +355,7 @@ SDPA = {
 def test_collected_logits_are_those_of_all_positions_that_count(
     monkeypatch: pytest.MonkeyPatch, case: str, block: int
 ) -> None:
-    monkeypatch.setattr("dmuon.optimizer.attention_logits._BLOCK_NUMEL", block)
+    monkeypatch.setattr("dmuon.optimizer.qk_clip._BLOCK_NUMEL", block)
     q, k, options, mask, scale = SDPA[case]
     found = collected(F.scaled_dot_product_attention, q, k, value=k, **options)
     torch.testing.assert_close(found, plain_maxima(q, k, mask, scale), rtol=1e-6, atol=0)
@@ -365,7 +365,7 @@ def test_collected_logits_are_those_of_all_positions_that_count(
 @pytest.mark.parametrize("compiled", [False, True])
 def test_flex_attention_is_collected(monkeypatch: pytest.MonkeyPatch, compiled: bool, block: int) -> None:
     """Torch has no backward of it on the CPU."""
-    monkeypatch.setattr("dmuon.optimizer.attention_logits._BLOCK_NUMEL", block)
+    monkeypatch.setattr("dmuon.optimizer.qk_clip._BLOCK_NUMEL", block)
     causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH + 2, device="cpu")
 
     def near(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

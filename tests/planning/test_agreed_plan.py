@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 from dmuon.kernels import user_cache_directory
-from dmuon.planning import agreed_plan, owner_plan
+from dmuon.planning import owner_plan
 from dmuon.solver import Plan, SolveOptions
 
 NAMES = sorted(n for n, _ in build().named_parameters() if is_matrix(n))
@@ -114,7 +114,7 @@ def test_ranks_of_one_host_are_one_node(rank: int, world: int, hosts: list[str],
         return dmuon.solver.plan(matrices, ranks, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreed_plan, "solve_plan", solve)
+        patch.setattr(owner_plan, "solve_plan", solve)
         patch.setattr("dmuon.dedicated.dedicate.gethostname", lambda: hosts[rank])
         dedicated(rank, world)
     assert seen == [dmuon.solver.Rank(i, node=node) for i, node in enumerate(nodes) if rank == 0], "rank 0 alone solves"
@@ -166,7 +166,7 @@ def test_a_tampered_plan_on_one_rank_raises_on_every_rank(
 @on_ranks(2, timeout=30)
 def test_a_failing_planner_raises_its_message_on_every_rank(rank: int, world: int) -> None:
     says = "ZeroDivisionError: a bug in the solver"
-    with mock.patch.object(agreed_plan, "solve_plan", no_plan), pytest.raises(ValueError, match=says):
+    with mock.patch.object(owner_plan, "solve_plan", no_plan), pytest.raises(ValueError, match=says):
         dedicated(rank, world)
 
 
@@ -390,9 +390,9 @@ def test_summoning_keeps_fp32_precision(rank: int, world: int, own_dtype: bool) 
 def test_a_restart_solves_nothing_again(rank: int, world: int) -> None:
     """Unless something that the plan depends on is another; a file that cannot be read is written anew."""
     costs = dmuon.solver.CostTable({(13, 13): {1: 71}, (13, 29): {1: 101}})
-    with mock.patch.object(agreed_plan, "_LONG_S", 0.0):
+    with mock.patch.object(owner_plan, "_LONG_S", 0.0):
         _, first = dedicated(rank, world, costs=costs)
-    stop = mock.patch.object(agreed_plan, "solve_plan", side_effect=RuntimeError("solved"))
+    stop = mock.patch.object(owner_plan, "solve_plan", side_effect=RuntimeError("solved"))
     with stop:
         _, again = dedicated(rank, world, costs=costs)
         other = raised_by(lambda: dedicated(rank, world, costs=costs, solve=SolveOptions(gap_target=0.02)))
@@ -411,6 +411,6 @@ def test_a_restart_solves_nothing_again(rank: int, world: int) -> None:
 def test_a_user_without_a_home_has_a_plan_that_is_not_kept(rank: int, world: int) -> None:
     """As in a container that runs under any user id."""
     nowhere = mock.patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory."))
-    with mock.patch.dict(os.environ, XDG_CACHE_HOME=""), nowhere, mock.patch.object(agreed_plan, "_LONG_S", 0.0):
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=""), nowhere, mock.patch.object(owner_plan, "_LONG_S", 0.0):
         _, plan = dedicated(rank, world, costs="flops")
     assert set(plan.owners) == set(NAMES)

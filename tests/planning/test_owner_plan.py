@@ -31,8 +31,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dmuon
 from dmuon import OwnerPlan
 from dmuon.dedicated.dedication import dedications
-from dmuon.planning import agreed_plan
-from dmuon.planning.owner_plan import FoundCosts
+from dmuon.planning import owner_plan
+from dmuon.planning.cost_lookup import FoundCosts
 from dmuon.solver import CostTable, Matrix, SolveOptions
 
 # Batches of several matrices pay here, and the FLOPs that the planner would go by otherwise say that they do not.
@@ -152,7 +152,7 @@ def test_a_run_with_a_saved_plan_repeats_the_run_that_saved_it_bit_by_bit(
     elsewhere = path if rank == 0 else "/nonexistent/plan.json"  # only rank 0 reads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dmuon.planning.cost_lookup.find_costs", not_again)
-        patch.setattr(agreed_plan, "solve_plan", not_again)
+        patch.setattr(owner_plan, "solve_plan", not_again)
         for name, source in (("file", elsewhere), ("object", first)):
             model = build(seed=rank)
             plan = dmuon.dedicate_params(model, mesh, plan=source)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dmuon.planning.cost_cache import NsOptions
-from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
+from dmuon.planning.cost_lookup import FoundCosts
+from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.planning.strategies import Choice, Link, choose, place
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions
 from dmuon.solver import plan as solve

@@ -63,4 +63,4 @@ def test_messages_of_a_single_process_name_no_rank(caplog: pytest.LogCaptureFixt
 
 def test_every_module_logs_by_the_one_that_names_the_rank() -> None:
     files = [path for folder in ("dmuon", "solver", "kernels") for path in (ROOT / folder).rglob("*.py")]
-    assert [path.name for path in files if "getLogger(" in path.read_text()] == ["log.py"]
+    assert [path.name for path in files if "getLogger(" in path.read_text()] == ["host.py"]

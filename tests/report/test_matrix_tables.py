@@ -65,7 +65,7 @@ def test_owners_and_times_are_those_of_the_step(rank: int, world: int, layout: s
     if dedicated:
         muon = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
         held = sum(local_tensor(p).nbytes + local_tensor(optimizer.state[p]["momentum_buffer"]).nbytes for p in muon)
-        assert held == 2 * accounting.expected_memory(dedicated[0].runtime).masters
+        assert held == 2 * accounting.expected_memory(dedicated[0].runtime)["fp32 masters"]
     told = [(row.tensor, row.owner, row.predicted_ns) for row in rows]
     assert of_all_ranks(told) == [told] * world, "every rank tells the same of owners and predictions"
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dmuon.solver import CostTable, Matrix, Plan
-from dmuon.tools.simulation import hardware, step
+from dmuon.tools import hardware, simulation
 
 SECOND = 10**9
 
@@ -27,7 +27,7 @@ def network(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     def travel(_: object, kind: str, ring: hardware.Ring, nbytes: float, calls: int = 1) -> tuple[float, float]:
         return 0.0, calls * figures[kind] if ring.size > 1 and nbytes else 0.0
 
-    monkeypatch.setattr(step, "travel", travel)
+    monkeypatch.setattr(simulation, "travel", travel)
 
 
 def owned_by(*owners: int, world: int) -> Plan:
@@ -43,11 +43,11 @@ def owned_by(*owners: int, world: int) -> Plan:
     )
 
 
-def case(*owners: int, world: int = 2, **grid: int) -> step.Scenario:
+def case(*owners: int, world: int = 2, **grid: int) -> simulation.Scenario:
     """Blocks of 10 s forward and 20 s backward, one matrix each; copies and AdamW take no time."""
-    blocks = tuple(step.Block(f"b{i}", 10.0, 16, 0) for i in range(len(owners)))
-    return step.Scenario(
-        step.Workload(blocks, step.Block("ends", 0.0, 0, 0), 1),
+    blocks = tuple(simulation.Block(f"b{i}", 10.0, 16, 0) for i in range(len(owners)))
+    return simulation.Scenario(
+        simulation.Workload(blocks, simulation.Block("ends", 0.0, 0, 0), 1),
         owned_by(*owners, world=world),
         CostTable({(4, 4): {1: 7 * SECOND}}),
         replace(hardware.HARDWARE["h200"], device=DEVICE),
@@ -89,29 +89,29 @@ KEPT = replace(TWO, kept=True)
         ("dedicated", case(0, 1, tp=2), 5 + 5 + 10 + 10 + 7),
     ],
 )
-def test_steps_by_hand(name: step.Program, scenario: step.Scenario, seconds: float) -> None:
-    assert step.step_s(name, scenario) == pytest.approx(seconds)
+def test_steps_by_hand(name: simulation.Program, scenario: simulation.Scenario, seconds: float) -> None:
+    assert simulation.step_s(name, scenario) == pytest.approx(seconds)
 
 
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("network", [FREE], indirect=True)
 def test_without_communication_a_step_is_its_computation() -> None:
-    assert step.step_s("dedicated", case(0, 0, 1)) == pytest.approx(90 + 14)
-    assert step.step_s("adamw", case(0, 0, 1)) == pytest.approx(90)
+    assert simulation.step_s("dedicated", case(0, 0, 1)) == pytest.approx(90 + 14)
+    assert simulation.step_s("adamw", case(0, 0, 1)) == pytest.approx(90)
 
 
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("network", [REDUCING], indirect=True)
 def test_two_reductions_may_be_on_their_way() -> None:
     # Backward ends at 50 + 20 + …: b3's reduction starts at 60, each takes 50 and they follow one another.
-    assert step.step_s("dedicated", case(0, 1, 0, 1)) == pytest.approx(40 + 20 + 4 * 50 + 14)
+    assert simulation.step_s("dedicated", case(0, 1, 0, 1)) == pytest.approx(40 + 20 + 4 * 50 + 14)
 
 
 def test_the_table_of_messages_by_hand() -> None:
     """Two blocks of a matrix of 16 elements, on ranks 0 and 3 of two replicas of two shards."""
-    found = step.messages("dedicated", case(0, 3, world=4, replicate=2))
+    found = simulation.messages("dedicated", case(0, 3, world=4, replicate=2))
     assert found == [
-        step.Message(purpose, i, group, kind, 16.0 * itemsize)
+        simulation.Message(purpose, i, group, kind, 16.0 * itemsize)
         for i in (0, 1)
         for purpose, group, kind, itemsize in (
             ("fill", "shard", "broadcast", 2),
@@ -120,17 +120,19 @@ def test_the_table_of_messages_by_hand() -> None:
             ("publish", "replicate", "broadcast", 2),
         )
     ]
-    exchanged = [message for message in step.messages("exchanged", TWO) if message.block is None]
+    exchanged = [message for message in simulation.messages("exchanged", TWO) if message.block is None]
     assert exchanged == [
-        step.Message("parts", None, "replica", "all_to_all", 16.0 * 2),
-        step.Message("updates", None, "replica", "all_to_all", 16.0 * 2),
-        step.Message("norms", None, "replica", "all_reduce", 2 * 8),
+        simulation.Message("parts", None, "replica", "all_to_all", 16.0 * 2),
+        simulation.Message("updates", None, "replica", "all_to_all", 16.0 * 2),
+        simulation.Message("norms", None, "replica", "all_reduce", 2 * 8),
     ]
 
 
 @pytest.mark.usefixtures("network")
 def test_contention_is_of_owners_alone() -> None:
     slowed = replace(TWO, contention=0.1)
-    assert step.step_s("adamw", slowed) == step.step_s("adamw", TWO)
+    assert simulation.step_s("adamw", slowed) == simulation.step_s("adamw", TWO)
     # Beside 3 s of b1's fill, 3 of b0's refill and 5 of b1's reduction behind that.
-    assert step.step_s("dedicated", slowed) == pytest.approx(step.step_s("dedicated", TWO) + 0.1 * (3 + 3 + 5))
+    assert simulation.step_s("dedicated", slowed) == pytest.approx(
+        simulation.step_s("dedicated", TWO) + 0.1 * (3 + 3 + 5)
+    )

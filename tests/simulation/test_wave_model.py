@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dmuon.kernels import choose_variant, coefficient_sequence
 from dmuon.kernels import variant as variant_module
 from dmuon.kernels.variant import relative_cost
-from dmuon.tools.simulation.hardware import HARDWARE, wave_costs
+from dmuon.tools.hardware import HARDWARE, wave_costs
 
 DEVICES = {name: machine.device for name, machine in HARDWARE.items()}
 H200 = DEVICES["h200"]

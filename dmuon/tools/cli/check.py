@@ -169,12 +169,11 @@ class Machine:
     """One rank's software and device.
 
     Attributes:
+        software: versions of torch and dmuon, and the back end.
         fault: why the Triton kernels cannot run; None if they can, and on CPUs.
     """
 
-    torch_version: str
-    dmuon_version: str
-    backend: str
+    software: str
     device: str
     host: str
     fault: str | None = None
@@ -182,9 +181,9 @@ class Machine:
     @classmethod
     def here(cls, device: torch.device, backend: str) -> Machine:
         """This process, which computes on ``device``; on a GPU the kernels are built once."""
-        versions, host = (torch.__version__, dmuon.__version__), socket.gethostname()
+        versions, host = f"torch {torch.__version__}, dmuon {dmuon.__version__}", socket.gethostname()
         if device.type == "cpu":
-            return cls(*versions, backend, "CPU", host)
+            return cls(f"{versions}, {backend}", "CPU", host)
         torch.cuda.set_device(device)
         if backend == "nccl":
             backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
@@ -194,7 +193,7 @@ class Machine:
             fault = backend_fault("triton", device, torch.float16)
             _update(device, 8, 16, torch.float16)  # warns where the fused passes do not build
         fault = fault or next((f"{_NO_BUILD}: {one.message}" for one in caught), None)
-        return cls(*versions, backend, torch.cuda.get_device_name(device), host, fault)
+        return cls(f"{versions}, {backend}", torch.cuda.get_device_name(device), host, fault)
 
 
 def cuda_fault() -> str | None:
@@ -217,15 +216,13 @@ def describe(board: Board, machines: Sequence[Machine]) -> int:
     first, hosts = machines[0], len({machine.host for machine in machines})
     where = f"{len(machines)} rank{'s' if len(machines) > 1 else ''}"
     devices = ", ".join(f"{n} × {name}" for name, n in Counter(m.device for m in machines).items())
-    software = f"torch {first.torch_version}, dmuon {first.dmuon_version}, {first.backend}"
-    board.add(Line("environment", f"{software}, {hosts} host{'s' if hosts > 1 else ''}, {devices}", where=where))
-    same = "install the same everywhere"
+    board.add(Line("environment", f"{first.software}, {hosts} host{'s' * (hosts > 1)}, {devices}", where=where))
     one_kind = "choose GPUs of one kind by CUDA_VISIBLE_DEVICES"
-    for name, remedy in {"torch_version": same, "dmuon_version": same, "backend": same, "device": one_kind}.items():
+    for name, remedy in {"software": "install the same everywhere", "device": one_kind}.items():
         found = {getattr(machine, name): rank for rank, machine in reversed(list(enumerate(machines)))}
         if len(found) > 1:
-            each = ", ".join(f"{value} on rank {rank}" for value, rank in found.items())
-            text = f"ranks differ in {name.replace('_', ' ')}: {each}; {remedy}"
+            each = "; ".join(f"{value} on rank {rank}" for value, rank in found.items())
+            text = f"ranks differ in {name}: {each}; {remedy}"
             board.add(Line("environment", text, status="fail", where=where))
     for rank, machine in enumerate(machines):
         if machine.fault is not None:

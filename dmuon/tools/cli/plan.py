@@ -5,23 +5,24 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache, NsOptions
-from dmuon.planning.cost_lookup import cost_table
-from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
+from dmuon.planning.cost_lookup import FoundCosts, cost_table
+from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.solver import CostTable, Matrix, Rank, Shape, plan
 from dmuon.tools.cli import BadArgument, Parser, count, fitted, removed, require_target
-from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, wave_costs
-from dmuon.tools.simulation.prediction import meshes, recommend
-from dmuon.tools.simulation.step import Scenario, Workload
+from dmuon.tools.hardware import HARDWARE, Hardware, Topology, wave_costs
+from dmuon.tools.simulation import ERROR, NS_ERROR, Program, Scenario, Workload, held_bytes, newton_schulz_s, step_s
 
 _DEFAULT_DEVICE = "h200"
 _SOLVER = "leave it out; plans for a run take it in dedicate_params(solve=dmuon.solver.SolveOptions(…))"
@@ -74,8 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
     lines: list[str] = []
     if predicts:
         scenario = Scenario(workload, result, exchanged_costs, machine, topology)
-        found = recommend(scenario, [*meshes(topology)] if arguments.recommend else [topology])
-        lines += [*found.answer(), "", found.table]
+        ways = predict(scenario, meshes(topology) if arguments.recommend else [topology])
+        lines += [*_answer(ways), "", *_table(ways)]
     else:
         lines += [_UNPREDICTED]
     if arguments.verbose or not predicts:
@@ -142,6 +143,166 @@ def _gather_ns(shape: Shape, machine: Hardware, topology: Topology) -> int:
     link = machine.intra if topology.tp <= topology.gpus_per_node else machine.inter
     nbytes = 4 * shape[0] * shape[1] * (topology.tp - 1) / topology.tp
     return math.ceil(2e9 * ((topology.tp - 1) * link.latency_s + nbytes / link.bandwidth))
+
+
+# -- what a step would cost, by every way to train --------------------------------------------------------------------
+
+_ROOM = 0.6  # of a device's memory: the rest is for activations, workspaces and fragments
+OWN: tuple[Program, ...] = ("dedicated", "exchanged")
+_NAMES: dict[Program, str] = {
+    "dedicated": "dedicate_params",
+    "exchanged": "dmuon.Muon alone",
+    "gather": "Muon, gathered everywhere",
+    "adamw": "AdamW",
+}
+_LEGEND = (
+    "dmuon.Muon alone: on what FSDP2 sharded. dedicate_params: dmuon places whole matrices on owners.",
+    "no reshard: whole weights stay from forward to backward (reshard_after_forward=False).",
+    "NS: Newton–Schulz of the slowest rank. exposed: the rest of the step, mostly communication.",
+    "GiB: weights, gradients, optimizer state and buffers of a rank, without activations; ! does not fit.",
+    f"± {ERROR:.1%} is how far predictions were off from steps that others published; less is equal.",
+    f"It is more where NS is long: products that others published were off by a factor of {NS_ERROR}.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train: a program on the mesh of a scenario, with weights kept or not as that says.
+
+    Attributes:
+        step_s, newton_s: predicted, of the step and of Newton–Schulz in it.
+        nbytes: of weights, gradients, optimizer state and buffers on the rank that holds most.
+    """
+
+    program: Program
+    scenario: Scenario
+    step_s: float
+    newton_s: float
+    nbytes: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether it leaves room on the device."""
+        return self.nbytes <= _ROOM * self.scenario.hardware.device.memory
+
+    @property
+    def mesh(self) -> str:
+        return f"{self.scenario.topology.replicate} × {self.scenario.topology.shard}"
+
+    @property
+    def name(self) -> str:
+        return _NAMES[self.program] + ", no reshard" * self.scenario.kept
+
+    @property
+    def gib(self) -> str:
+        return f"{self.nbytes / 2**30:.1f}"
+
+    def over(self, other: Way) -> str:
+        """What its step adds to another's, with the error, and whether it is equal to that within the error."""
+        overhead = self.step_s / other.step_s - 1
+        error = math.hypot(ERROR, (NS_ERROR - 1) * self.newton_s / other.step_s)
+        return f"{overhead:+.1%} ± {error:.1%}" + (" (equal)" if abs(overhead) < error else "")
+
+    def code(self) -> list[str]:
+        """Lines to paste, with the names of the model's own blocks where these are attributes."""
+        t = self.scenario.topology
+        dims = {"replicate": t.replicate, "shard": t.shard, "tp": t.tp}
+        names = tuple(name for name, size in dims.items() if size > 1 or (name == "shard" and t.replicate == 1))
+        sizes = tuple(dims[name] for name in names)
+        mesh = f'init_device_mesh("cuda", {sizes}, mesh_dim_names={names})'
+        if t.tp > 1:
+            mesh += f"[{', '.join(map(repr, names[:-1]))}]"
+        mesh = mesh.replace("'", '"')
+        kept = ", reshard_after_forward=False" if self.scenario.kept else ""
+        lines, shard = [f"mesh = {mesh}"], "fully_shard"
+        if self.program == "dedicated":
+            lines.append(f"dmuon.dedicate_params(model, mesh{kept})")
+            shard = "dmuon.fully_shard"
+        stacks = dict.fromkeys(re.sub(r"\.\d+$", "", block.name) for block in self.scenario.workload.blocks)
+        if not all(part.isidentifier() for stack in stacks for part in stack.split(".")):
+            stacks = {"blocks": None}
+        for stack in stacks:
+            lines += [f"for block in model.{stack}:", f"    {shard}(block, mesh=mesh{kept})"]
+        lines += [f"{shard}(model, mesh=mesh{kept})"]
+        return [*lines, "optimizer = dmuon.Muon(model, lr=3e-4)  # the learning rate of your AdamW"]
+
+
+def predict(scenario: Scenario, tried: Iterable[Topology]) -> list[Way]:
+    """All ways on some meshes, with weights kept or not: those that fit first, and then the fastest.
+
+    Args:
+        scenario: on any mesh; its plan is kept, for it does not depend on the mesh.
+    """
+    ways = []
+    for topology, kept, program in product(tried, (False, True), _NAMES):
+        if program == "gather" and kept:  # what it computes is too long for this to matter
+            continue
+        one = replace(scenario, topology=topology, kept=kept)
+        ways.append(Way(program, one, step_s(program, one), newton_schulz_s(program, one), held_bytes(program, one)))
+    return sorted(ways, key=lambda way: (not way.fits, way.step_s))
+
+
+def best(ways: Iterable[Way], *programs: Program) -> Way:
+    """The first way of AdamW or, without ``programs``, of dmuon."""
+    return next(way for way in ways if way.program in (programs or OWN))
+
+
+def meshes(given: Topology) -> Iterator[Topology]:
+    """Sharded over all ranks, and replicas that are sharded over 1, 2, 4, … nodes' ranks, or parts of a node."""
+    data = given.world // given.tp
+    per_node = max(1, given.gpus_per_node // given.tp)
+    for shard in sorted({data, *(per_node * 2**i for i in range(16))}):
+        if shard <= data and data % shard == 0:
+            yield replace(given, replicate=data // shard)
+
+
+def _answer(ways: Sequence[Way]) -> list[str]:
+    """What to take, what it holds, what a step takes, and lines to paste."""
+    taken, adamw = best(ways), best(ways, "adamw")
+    if not taken.fits:
+        return ["none of them fits into the memory of a device: add ranks or --tp"]
+    lines = [
+        f"take:  {taken.name}, on a mesh of {taken.mesh} ranks (replicas × shards)",
+        f"holds: {taken.gib} GiB a rank, against {adamw.gib} of {adamw.name}, on {adamw.mesh}"
+        + ("" if adamw.fits else ", which does not fit"),
+        f"step:  {1e3 * taken.step_s:.1f} ms, {taken.over(adamw)} over AdamW's {1e3 * adamw.step_s:.1f}",
+    ]
+    own = [way for way in ways if way.program in OWN and way.fits]
+    least = min((way for way in own if way.step_s / taken.step_s - 1 < ERROR), key=lambda way: way.nbytes)
+    if least.nbytes < taken.nbytes:
+        equal = "equal within the error, with least memory"
+        lines.append(f"       ({equal}: {least.name}, on {least.mesh}, {least.gib} GiB)")
+    return [*lines, "", *(f"    {line}" for line in taken.code())]
+
+
+def _table(ways: Sequence[Way]) -> list[str]:
+    """Where the step of each way goes, and what it holds."""
+    taken, adamw, scenario = best(ways), best(ways, "adamw"), ways[0].scenario
+    topology, costs, device = scenario.topology, scenario.costs, scenario.hardware.device
+    computes = scenario.workload.flops / scenario.flops_per_s
+    shapes = {m.shape for m in scenario.plan.matrices}
+    guessed, nodes = len(shapes & set(costs.estimated)), f"{topology.nodes} node" + "s" * (topology.nodes > 1)
+    lines = [
+        f"predicted: one step on {topology.world} × {device.name}, {nodes}, tp {topology.tp}",
+        f"{scenario.workload.tokens:,} tokens per rank; forward and backward take {1e3 * computes:.2f} ms, at "
+        f"{scenario.efficiency:.0%} of the peak",
+        "Newton–Schulz costs "
+        + (f"estimated for {guessed} of {len(shapes)} shape{'s' * (len(shapes) > 1)}" if guessed else "measured"),
+        "replicas × shards, fastest first, over the best AdamW; < is taken:",
+        "",
+        f"{'':<28}{'mesh':>10}{'step ms':>10}{'NS':>9}{'exposed':>9} {'over AdamW':>24}{'GiB':>7}",
+    ]
+    for way in ways:
+        over = "" if way.program == "adamw" else way.over(adamw)
+        exposed = way.step_s - computes - way.newton_s
+        lines.append(
+            f"{way.name:<28}{way.mesh:>10}{1e3 * way.step_s:>10.2f}{1e3 * way.newton_s:>9.2f}{1e3 * exposed:>9.2f} "
+            f"{over:>24}{way.gib:>7}" + (" !" if not way.fits else " <" if way is taken else "")
+        )
+    lines += ["", *_LEGEND]
+    if topology.tp > 1:
+        lines.append("left out are activations on their way by tensor parallelism: all steps take longer")
+    return lines
 
 
 if __name__ == "__main__":

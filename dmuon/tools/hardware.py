@@ -246,11 +246,6 @@ class Ring:
     size: int
     nodes: int
 
-    @property
-    def link(self) -> Literal["intra", "inter"]:
-        """The class of link that bounds it."""
-        return "intra" if self.nodes == 1 else "inter"
-
 
 @dataclass(frozen=True, slots=True)
 class Topology:

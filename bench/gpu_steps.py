@@ -53,7 +53,7 @@ def measure(name: str, settings: Settings, rounds: int, device: torch.device) ->
         model = GPT(settings.model)
         tokens = torch.randint(256, (settings.batch, settings.context + 1))
     mesh = init_device_mesh(device.type, (settings.world,), mesh_dim_names=("shard",))
-    optimizers = build(name.partition(",")[0], model, mesh, settings).optimizers
+    optimizers, _ = build(name.partition(",")[0], model, mesh, settings)
     clock = Clock(device)
 
     def sample(_index: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from dmuon.model.config import ModelConfig, expert_count, matrices_of
 from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Matrix, Plan
-from dmuon.tools.simulation.hardware import UPDATE_BYTES, Collective, Group, Hardware, Topology, travel
+from dmuon.tools.hardware import UPDATE_BYTES, Collective, Group, Hardware, Topology, travel
 
 # -- what a model computes ------------------------------------------------------------------------------------------
 
@@ -159,6 +159,10 @@ NS_BYTES = 2  # of an element as Newton–Schulz takes and leaves it, and as it 
 # 0.43 on H100 (arXiv 2407.21783). Large matrix products alone reach 0.8: then steps come out short.
 EFFICIENCY = 0.5
 CONTENTION = 0.1  # ``python bench/simulate.py --fit`` finds it, and writes how each case comes out to bench/results
+# Of an overhead: root mean square over published cases, each predicted by terms that are fitted to the others.
+ERROR = 0.035
+# Of Newton–Schulz, a factor: root mean square over published products from 2048 on (bench/simulate.py --products).
+NS_ERROR = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +295,26 @@ def stored_shapes(scenario: Scenario) -> Counter[tuple[int, int]]:
     return Counter((m.rows, m.cols) for m in scenario.plan.matrices)
 
 
+def held_bytes(program: Program, scenario: Scenario) -> float:
+    """Weights, gradients, optimizer state and buffers of the rank that holds most.
+
+    fp32 weight, gradient and one moment of a matrix, two of everything else, and whole weights in what travels: two of
+    the largest block, or all that are kept. Dedicated owners hold what they own and stand in for, and two buffers of
+    gradients, as docs/communication.md says. Who gathers everywhere holds the momentum of a shape.
+    """
+    topology, workload = scenario.topology, scenario.workload
+    whole = [block.matrix_elements / topology.tp for block in workload.blocks]
+    others = 16 * sum(b.other_elements for b in (*workload.blocks, workload.ends)) / topology.shard
+    buffers = PARAM_BYTES * (sum(whole) if scenario.kept else 2 * max(whole))
+    if program != "dedicated":
+        together = [rows * cols * count / topology.tp for (rows, cols), count in stored_shapes(scenario).items()]
+        gathered = MASTER_BYTES * max(together) if program == "gather" else 0.0
+        return (16 if program == "adamw" else 12) * sum(whole) / topology.shard + others + buffers + gathered
+    held = owned_elements(scenario).sum(axis=0)
+    standins = 0.0 if scenario.kept or topology.replicate == 1 else PARAM_BYTES * float(held.sum(axis=0).max())
+    return 12 * float(held.max()) + standins + others + buffers + REDUCE_BYTES * 2 * max(whole)
+
+
 # -- the recurrence -------------------------------------------------------------------------------------------------
 
 _MAX_REDUCTIONS = 2  # as in dmuon.dedicated.gradients
@@ -309,7 +333,7 @@ class _Rank:
         self.now = 0.0  # when everything that was computed so far has ended
         self._rings = scenario.topology.rings()
         self._streams: dict[Purpose, float] = defaultdict(float)
-        self._links: dict[str, float] = defaultdict(float)
+        self._links: dict[bool, float] = defaultdict(float)  # within a node, and between nodes
         self._arrived = 0.0  # the last of what contends and has started
         self.table: dict[tuple[Purpose, int | None], list[Message]] = defaultdict(list)
         for message in messages(program, scenario):
@@ -335,8 +359,9 @@ class _Rank:
         for message in self.table[purpose, block]:
             ring = self._rings[message.group]
             latency, busy = travel(self.scenario.hardware, message.kind, ring, message.nbytes * part, message.calls)
-            self._links[ring.link] = max(arrived, self._streams[purpose], self._links[ring.link]) + busy
-            arrived = self._streams[purpose] = self._links[ring.link] + latency
+            between = ring.nodes > 1
+            self._links[between] = max(arrived, self._streams[purpose], self._links[between]) + busy
+            arrived = self._streams[purpose] = self._links[between] + latency
             if message.kind in _OWNERS:
                 self._arrived = max(self._arrived, arrived)
         return arrived

@@ -1,1 +1,0 @@
-"""What ``bench/gpu_kernels.py`` and ``bench/gpu_hour.py`` time."""

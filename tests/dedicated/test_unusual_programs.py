@@ -5,63 +5,17 @@ Other programs, that hooks see what the owner gets among them, and that cleared 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from harness.assertions import assert_equal_weights
 from harness.network import full_state, loss_of
 from harness.on_ranks import of_all_ranks, on_ranks
-from harness.oracle import Reference, reference_weights
+from harness.oracle import Reference
 from harness.topologies import lay
 from harness.toy import batch, build, train
 from torch import Tensor
 
 import dmuon
-
-# -- ranks that differ --------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_one_rank_alone_may_run_a_kept_block_without_gradients_inside_a_forward(rank: int, world: int) -> None:
-    """As for statistics: the others run on, and nothing is compared that they do not compare."""
-    model = build()
-    laid = lay("1d", model, keep=True)
-
-    def look(model: Any, args: tuple[Tensor, ...]) -> None:
-        if rank == 0 and torch.is_grad_enabled():
-            with torch.no_grad():
-                model.blocks[0](model.embed(*args))
-
-    model.register_forward_pre_hook(look)
-    laid.train(laid.optimizer(), range(4))
-    assert_equal_weights(full_state(model), reference_weights(steps=4))
-
-
-@pytest.mark.parametrize("layout", ["1d-two-lines", "ddp-2"])
-@on_ranks(2)
-def test_one_rank_alone_may_run_forwards_that_no_backward_follows(rank: int, world: int, layout: str) -> None:
-    """To look at a loss, or since one failed and is tried again: reductions come in one order all the same."""
-    model = build()
-    laid = lay(layout, model, keep=True)
-    optimizer = laid.optimizer()
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    for step in range(4):
-        optimizer.zero_grad()
-        if rank == 0 and step == 1:
-            laid.loss(step)
-        if rank == 0 and step == 2:
-            handle = model.blocks[1].up.register_forward_pre_hook(fail)
-            with pytest.raises(RuntimeError, match="out of memory"):
-                laid.loss(step)
-            handle.remove()
-        laid.backward(step)
-        optimizer.step()
-    assert_equal_weights(full_state(model), reference_weights(steps=4))
-
 
 # -- compile ------------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.network import loss_of
 from harness.on_ranks import on_ranks
 from harness.topologies import lay
-from harness.toy import batch, build
+from harness.toy import build
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -92,17 +91,3 @@ def test_a_step_is_refused_if_what_is_replicated_alone_is_not_averaged(rank: int
     optimizer.zero_grad()
     laid.network.head.weight.grad = torch.zeros_like(laid.network.head.weight)  # a program's own, which nobody averages
     optimizer.step()
-
-
-@pytest.mark.parametrize("layout", ["1d-two-lines", "ddp-2"])
-@on_ranks(2)
-def test_backward_adds_to_a_whole_gradient_that_a_program_has_set(rank: int, world: int, layout: str) -> None:
-    laid, alone = lay(layout, build()), build()
-    params = sorted(dmuon.owned_parameters(laid.model), key=lambda param: param.fqn)
-    expected = [alone.get_parameter(param.fqn) for param in params]
-    for param in (*params, *expected):
-        param.grad = torch.ones(param.shape)
-    laid.backward(0)
-    loss_of(alone, *batch(0)).backward()
-    for param, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(param.grad.norm(), other.grad.norm())

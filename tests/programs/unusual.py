@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from harness import small_convnets, small_models
@@ -454,6 +455,75 @@ def clipped(model: nn.Module, optimizer: Any, loss: Loss, *, by: str) -> None:
         optimizer.step()
 
 
+WEIGHT = "blocks.0.mix.weight"
+EDITS: list[Callable[[Tensor], Any]] = [
+    lambda w: w.data.mul_(2),
+    lambda w: nn.init.zeros_(w),
+    lambda w: w.data.detach().add_(0.1),
+    lambda w: torch._foreach_mul_([w], 3.0),
+    lambda w: w.fill_(0.25),
+]
+
+
+def edited(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """Edits in place reach the next forward, though whole weights of the last one are kept or fetched ahead."""
+    for step, edit in enumerate(EDITS):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss(20 + step)
+            edit(model.get_parameter(WEIGHT))
+        loss(step).backward()
+        optimizer.step()
+
+
+def moved(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """By calls that change nothing."""
+    for step, move in enumerate((lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.to(torch.float32).cpu())):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+        move(model)
+
+
+def given_gradients(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """Backward adds to whole gradients that a program has set."""
+    for step in range(2):
+        for name, param in model.named_parameters():
+            if is_matrix(name):
+                param.grad = torch.full(param.shape, 0.01)
+        loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def looked_at(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """The first rank alone runs what no backward follows: a block inside of a forward, and forwards of its own.
+
+    As for statistics, to look at a loss, or since one failed and is tried again. The others run on, nothing is compared
+    that they do not compare, and reductions come in one order all the same.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def look(model: Any, args: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            model.blocks[0](model.embed(*args))
+
+    for step in range(4):
+        optimizer.zero_grad()
+        handles = [model.register_forward_pre_hook(look)] if first and step != 2 else []
+        if first and step == 1:
+            loss(step)
+        if first and step == 2:
+            handles.append(model.blocks[1].up.register_forward_pre_hook(lambda *_: 1 / 0))
+            with pytest.raises(ZeroDivisionError):
+                loss(step)
+            handles.pop().remove()
+        loss(step).backward()
+        for handle in handles:
+            handle.remove()
+        optimizer.step()
+
+
 def used_by_some(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     """A parameter that no rank used keeps ``grad is None`` and is skipped."""
     for step, (micro, unused) in enumerate(USES):
@@ -581,6 +651,10 @@ PROGRAMS: dict[str, Program] = {
         kind: Program(partial(steps, count=3), make=partial(Variant, kind), matrix=variant_matrix, frees=True)
         for kind in KINDS
     },
+    "edited": Program(edited),
+    "moved": Program(moved),
+    "given gradients": Program(given_gradients, alone=True),
+    "looked at by one rank": Program(looked_at),
     "only forwards": Program(only_forwards, alone=True),
     "used by some ranks": Program(
         used_by_some,

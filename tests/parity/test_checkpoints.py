@@ -44,6 +44,7 @@ from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.toy import LR, OPTIONS
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -220,9 +221,12 @@ def layouts(quick: list[str], slow: list[str]) -> Any:
 @pytest.mark.pitfall("P27", "P33")
 @layouts(["1d", "tp", "fsdp2-3"], [SINGLE, "ddp", "hsdp, keep", "tp-fsdp", "fsdp2-tp"])
 def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
-    saved: Callable[[str], Saved], world: int, name: str
+    saved: Callable[[str], Saved], tmp_path: Path, world: int, name: str
 ) -> None:
+    """And the checkpoint converts to one plain file."""
     weights, state, plain = saved(name).weights, saved(name).state, Plain(SAVED)
+    dcp_to_torch_save(saved(name).folder, tmp_path / "plain.pt")
+    assert_same_tensors(torch.load(tmp_path / "plain.pt", weights_only=False)["model"], weights)
     assert list(weights) == list(plain.weights())
     assert_equal_weights(weights, plain.weights())
     assert_equal_weights(tensors_of(state), tensors_of(plain.state()))

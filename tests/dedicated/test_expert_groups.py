@@ -240,14 +240,11 @@ def in_another_order(rank: int) -> Model:
 
 
 @on_ranks(2)
-def test_lists_in_another_order_are_told_before_training(rank: int, world: int) -> None:
-    model = in_another_order(rank)
+def test_lists_in_another_order_are_told_before_training_or_under_fsdp2_before_the_first_step(
+    rank: int, world: int
+) -> None:
     with pytest.raises(ValueError, match=r"place of 'blocks\.0\.experts' in a list"):
-        dedicate(model, exclude=["*.router"])
-
-
-@on_ranks(2)
-def test_lists_in_another_order_under_fsdp2_are_told_before_the_first_step(rank: int, world: int) -> None:
+        dedicate(in_another_order(rank), exclude=["*.router"])
     model = in_another_order(rank)
     shard_blocks(model, default_mesh(), dmuon.fully_shard)
     tokens, targets = batch(0, rank, world)

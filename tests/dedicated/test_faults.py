@@ -86,8 +86,9 @@ NAMED = re.compile(
     r"scatter of 'blocks\.\d\.\w+\.weight' .*?) failed: "
 )
 
-CASES = [
+CASES = [  # rank 0 hosts the store if it is the victim
     ("1d-3-two-lines", "backward", "killed", 1),
+    ("1d-3-two-lines", "forward", "killed", 0),
     pytest.param("ddp-2", "step", "killed", 1, marks=pytest.mark.slow),
     pytest.param("1d-3-two-lines", "forward", "raising", 2, marks=pytest.mark.slow),
     pytest.param("1d-two-lines", "forward", "destroying", 1, marks=pytest.mark.slow),
@@ -113,19 +114,14 @@ def check_survivors(ended: dict[int, Ended], victim: int, act: str) -> None:
 def test_the_others_end_with_a_message(layout: str, where: str, act: str, victim: int) -> None:
     limit = (TIMEOUT if act == "stopped" else 0) + SLACK + 15.0
     victims = () if act in RAISING else (victim,)
-    ended = run_ranks(LAYOUTS[layout].world, train, layout, where, act, victim, limit=limit, victims=victims)
+    program = train, layout, where, act, victim
+    hosts = victim == 0
+    ended = run_ranks(LAYOUTS[layout].world, *program, limit=limit, victims=victims, rank_0_hosts_store=hosts)
     check_survivors(ended, victim, act)
     times = [end.seconds for rank, end in ended.items() if rank != victim]
     assert max(times) - min(times) < TIMEOUT + SLACK
     if act in RAISING:
         assert "LookupError: the user's own mistake" in ended[victim].text
-
-
-@pytest.mark.ranks
-@pytest.mark.pitfall("P49")
-def test_the_others_end_when_the_host_of_the_store_is_gone() -> None:
-    program = train, "1d-3-two-lines", "forward", "killed", 0
-    check_survivors(run_ranks(3, *program, limit=60, victims=(0,), rank_0_hosts_store=True), 0, "killed")
 
 
 # -- ranks that do not do the same --------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def emulated(shares: int, reduce_dtype: torch.dtype = torch.float32) -> dict[str
 
 
 @pytest.mark.pitfall("P23", "P42")
-@pytest.mark.parametrize(("world", "keep"), [(1, False), (2, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("world", "keep"), [(1, False), (2, True), (3, False)])
 @on_ranks()
 def test_first_bf16_step_equals_emulation(rank: int, world: int, keep: bool) -> None:
     """Same roundings in the same places: only the order of an fp32 sum may differ."""
@@ -101,8 +101,8 @@ def test_micro_batches_inside_no_sync_are_added_up_in_fp32(rank: int, world: int
     norms = []
     for synchronizes in (True, False):
         laid = lay("1d", build(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-        for step in range(32):
-            dmuon.set_requires_gradient_sync(laid.model, synchronizes or step == 31)
+        for step in range(16):
+            dmuon.set_requires_gradient_sync(laid.model, synchronizes or step == 15)
             laid.backward(step % 4)
         params = sorted(dmuon.owned_parameters(laid.model), key=lambda param: param.fqn)
         norms.append(torch.stack([param.grad.norm() for param in params]))
@@ -118,7 +118,7 @@ TINY = 1e-5
 @on_ranks(2)
 def test_fp32_masters_accumulate_updates_that_bf16_loses(rank: int, world: int) -> None:
     """Every element moves by about 1e-6 a step; half a unit in the last place of bf16 is 4e-4 at 0.2."""
-    steps = 20
+    steps = 10
     start = only_matrices(build().to(BF16).state_dict())
     model = dedicate(build().to(BF16))
     optimizer = dmuon.Muon(model, lr=TINY, weight_decay=0.0, ns_coefficients="classic", adamw_lr=0.0)

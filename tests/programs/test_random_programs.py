@@ -7,7 +7,7 @@ from harness.pool import RankPool
 
 from programs.random_programs import CHUNK, SECONDS, play_all
 
-pytestmark = pytest.mark.pitfall("P12", "P83", "P84", "P85", "P86", "P95")
+pytestmark = pytest.mark.pitfall("P12", "P83", "P85", "P86", "P95")
 
 
 def wrong(ranks: RankPool, seeds: range) -> list[str]:

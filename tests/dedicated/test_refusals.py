@@ -453,10 +453,3 @@ def test_an_optimizer_that_nobody_can_reach_any_more_is_no_obstacle(rank: int, w
     optimizer.cycle = optimizer  # type: ignore[attr-defined]
     del optimizer
     dedicate(model)
-
-
-@pytest.mark.pitfall("P56")
-def test_a_mesh_without_a_process_group_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
-    with pytest.raises(ValueError, match=r"not initialized.*init_process_group.*dmuon\.Muon\(model\) alone is enough"):
-        dmuon.dedicate_params(build(), mesh)

@@ -22,13 +22,12 @@ from harness.limits import PROGRAM_SECONDS
 from harness.network import Network, full_state, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
-from harness.topologies import LAYOUTS, Laid, lay
-from harness.toy import LR, SIZE, batch, build
+from harness.topologies import LAYOUTS, lay
+from harness.toy import OPTIONS, SIZE, batch, build
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
 
-OPTIONS: dict[str, Any] = {"lr": LR, "ns_coefficients": "classic"}
 FAULT_STEP = 2
 TIMEOUT = 8.0  # of process groups
 SLACK = 12.0  # for a busy machine
@@ -38,19 +37,14 @@ RAISING = ("raising", "destroying")  # an error of the user's; after the latter 
 ACTS = {"killed": kill, "stopped": stop, **dict.fromkeys(RAISING, throw)}
 
 
-def at_fault_step(model: nn.Module, act: Callable[[], None]) -> Callable[..., None]:
-    monitor = dedications(model)[0].runtime.comm.monitor
-
-    def hook(*_: Any) -> None:
-        if monitor.step == FAULT_STEP:
-            act()
-
-    return hook
-
-
 def arm(model: nn.Module, where: str, act: Callable[[], None]) -> None:
     """Do ``act`` at one place of the step FAULT_STEP."""
-    hook, runtime = at_fault_step(model, act), dedications(model)[0].runtime
+    runtime = dedications(model)[0].runtime
+
+    def hook(*_: Any) -> None:
+        if runtime.comm.monitor.step == FAULT_STEP:
+            act()
+
     match where:
         case "forward":
             model.blocks[1].mix.register_forward_pre_hook(hook)
@@ -61,14 +55,10 @@ def arm(model: nn.Module, where: str, act: Callable[[], None]) -> None:
             runtime.publications.begin = lambda *args: (begin(*args), hook())
 
 
-def prepared(layout: str, model: nn.Module, **options: Any) -> tuple[Laid, dmuon.Muon]:
-    laid = lay(layout, model, comm=dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), **options))
-    return laid, dmuon.Muon(model, **OPTIONS)
-
-
 def train(rank: int, world: int, layout: str, where: str, act: str, victim: int) -> None:
     model = build()
-    laid, optimizer = prepared(layout, model)
+    laid = lay(layout, model, comm=dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT)))
+    optimizer = dmuon.Muon(model, **OPTIONS)
     if rank == victim:
         arm(model, where, ACTS[act])
     try:
@@ -272,7 +262,7 @@ def test_ranks_that_catch_the_same_exception_go_on_exactly(rank: int, world: int
     """Every rank runs out of memory at one place, or at the end of a backward, and takes the batch again."""
     model = build()
     laid = lay(layout, model)
-    optimizer = dmuon.Muon(model, **OPTIONS, weight_decay=0.1)
+    optimizer = dmuon.Muon(model, **OPTIONS)
     runtime = dedications(model)[0].runtime
     monitor, gradients = runtime.comm.monitor, runtime.gradients
     start, finish = monitor.start, gradients.finish

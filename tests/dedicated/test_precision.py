@@ -117,7 +117,7 @@ TINY = 1e-5
 @on_ranks(2)
 def test_fp32_masters_accumulate_updates_that_bf16_loses(rank: int, world: int) -> None:
     """Every element moves by about 1e-6 a step; half a unit in the last place of bf16 is 4e-4 at 0.2."""
-    steps = 10
+    steps = 20
     start = only_matrices(build().to(BF16).state_dict())
     model = dedicate(build().to(BF16))
     optimizer = dmuon.Muon(model, lr=TINY, weight_decay=0.0, ns_coefficients="classic", adamw_lr=0.0)

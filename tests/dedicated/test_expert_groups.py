@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from harness.dedicated_toy import dedicate, default_mesh
 from harness.dtensors import local_tensor
 from harness.heard import heard
 from harness.network import full_state, shard_blocks
-from harness.on_ranks import on_ranks
+from harness.on_ranks import on_ranks, slowly
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -161,21 +162,28 @@ def whole(model: Model, ep: DeviceMesh) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("stored", "rest"),
-    [
-        *(("plain", "dedicated"), ("DTensor", "fsdp2")),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", "fsdp2"), ("DTensor", "dedicated"))),
-    ],
+    ("stored", "rest", "saved"),
+    [("plain", "dedicated", False), ("DTensor", "dedicated", True), *slowly(("DTensor", "fsdp2", False))],
 )
 @on_ranks(4)
-def test_experts_of_groups_equal_a_single_process(rank: int, world: int, stored: str, rest: str) -> None:
-    """Plain parts of a stack, or a DTensor over the expert-parallel dimension, whose norm is that of all groups."""
+def test_experts_of_groups_equal_a_single_process(
+    rank: int, world: int, stored: str, rest: str, saved: bool, tmp_path: Path
+) -> None:
+    """Plain parts of a stack, or a DTensor over the expert-parallel dimension, whose norm is that of all groups.
+
+    What is saved goes on in another model, from a checkpoint of all groups.
+    """
     clip = stored == "DTensor"
     model, optimizer, ep = laid(stored, rest)
+    found = train(model, optimizer, range(2), rank, world, clip=clip)
+    if saved:
+        save(Run(model, optimizer, lambda part: part), str(tmp_path))
+        model, optimizer, ep = laid(stored, rest, seed=1)
+        load(Run(model, optimizer, lambda part: part), str(tmp_path))
     of_experts, *others = dedications(model)[::-1]
     assert len(others) == (rest == "dedicated"), "one dedication of all layers' experts, and one of the rest"
     expected, norms = reference(clip)
-    found = train(model, optimizer, range(STEPS), rank, world, clip=clip)
+    found += train(model, optimizer, range(2, STEPS), rank, world, clip=clip)
     assert_equal_weights(whole(model, ep), expected)
     assert found == pytest.approx(norms, rel=1e-5)
     if not clip:
@@ -194,17 +202,6 @@ def test_experts_of_groups_equal_a_single_process(rank: int, world: int, stored:
     matrices = torch.tensor(optimizer.last_step.ns_matrices)
     dist.all_reduce(matrices)
     assert matrices == LAYERS * (2 * EXPERTS + 1), "each matrix is orthogonalized once"
-
-
-@on_ranks(4)
-def test_a_run_resumes_from_a_checkpoint_of_all_groups(rank: int, world: int, tmp_path: Any) -> None:
-    model, optimizer, ep = laid("DTensor", "dedicated")
-    train(model, optimizer, range(2), rank, world)
-    save(Run(model, optimizer, lambda part: part), str(tmp_path))
-    fresh, resumed, ep = laid("DTensor", "dedicated", seed=1)
-    load(Run(fresh, resumed, lambda part: part), str(tmp_path))
-    train(fresh, resumed, range(2, STEPS), rank, world)
-    assert_equal_weights(whole(fresh, ep), reference(clip=True)[0])
 
 
 @on_ranks(2)

@@ -29,7 +29,7 @@ import dmuon
 from dmuon.dedicated.dedication import dedications
 
 FAULT_STEP = 2
-TIMEOUT = 8.0  # of process groups
+TIMEOUT = 6.0  # of process groups
 SLACK = 12.0  # for a busy machine
 
 
@@ -79,8 +79,7 @@ NAMED = re.compile(
 CASES = [  # rank 0 hosts the store if it is the victim
     ("1d-3-two-lines", "backward", "killed", 1),
     ("1d-3-two-lines", "forward", "killed", 0),
-    pytest.param("ddp-2", "step", "killed", 1, marks=pytest.mark.slow),
-    pytest.param("1d-3-two-lines", "forward", "raising", 2, marks=pytest.mark.slow),
+    pytest.param("ddp-2", "step", "raising", 1, marks=pytest.mark.slow),
     pytest.param("1d-two-lines", "forward", "destroying", 1, marks=pytest.mark.slow),
     pytest.param("1d-3-two-lines", "backward", "stopped", 1, marks=pytest.mark.slow),
 ]
@@ -143,8 +142,6 @@ def out_of_step(rank: int, world: int, layout: str, keep: bool, what: str, trans
         other = rank == 1 and step == FAULT_STEP
         optimizer.zero_grad()
         model.order = UNLIKE.get(what, Ordered.order) if other else Ordered.order
-        if other and what == "extra backward":
-            loss_of(model, *laid.mine(batch(9))).backward()
         loss_of(model, *laid.mine(batch(step))).backward()
         if other and what == "extra step":
             optimizer.step()
@@ -160,7 +157,6 @@ TOLD = re.compile(
 ORDERS = [
     ("1d-two-lines", False, "swapped blocks", "broadcast"),
     pytest.param("1d-two-lines", False, "skipped block", "single", marks=pytest.mark.slow),
-    pytest.param("1d-two-lines", False, "extra backward", "broadcast", marks=pytest.mark.slow),
     pytest.param("1d-two-lines", False, "missing step", "broadcast", marks=pytest.mark.slow),
     pytest.param("ddp-2", True, "extra step", "single", marks=pytest.mark.slow),
 ]
@@ -202,8 +198,10 @@ class Failing:
 
 
 @pytest.mark.pitfall("P26", "P49")
-@pytest.mark.parametrize("when", ["launch", "wait"])
-@pytest.mark.parametrize(("layout", "kind"), [("1d-two-lines", "fill"), ("1d", "reduce"), ("ddp-2", "publish")])
+@pytest.mark.parametrize(
+    ("layout", "kind", "when"),
+    [("1d-two-lines", "fill", "launch"), ("1d", "reduce", "wait"), ("ddp-2", "publish", "launch")],
+)
 @on_ranks(2, timeout=45)
 def test_a_failure_names_its_block_and_ends_everything_after_it(
     rank: int, world: int, layout: str, kind: str, when: str
@@ -255,7 +253,7 @@ def test_a_failure_names_its_block_and_ends_everything_after_it(
 @pytest.mark.pitfall("P17")
 @pytest.mark.parametrize(
     ("layout", "where"),
-    [("1d-two-lines", "fill"), ("1d-two-lines", "reduce"), ("ddp-2", "reduce"), ("1d", "fill"), ("1d", "end")],
+    [("1d-two-lines", "fill"), ("ddp-2", "reduce"), ("1d", "end")],
 )
 @on_ranks(2, timeout=45)
 def test_ranks_that_catch_the_same_exception_go_on_exactly(rank: int, world: int, layout: str, where: str) -> None:
@@ -299,7 +297,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
 @pytest.mark.pitfall("P68")
 def test_runs_that_end_well_do_not_abort_at_exit(tmp_path: Path) -> None:
     """Without ``let_threads_rest`` 7 of 40 such processes did."""
-    command = [sys.executable, str(PROGRAMS / "exits.py"), "10", "forward", str(tmp_path)]
+    command = [sys.executable, str(PROGRAMS / "exits.py"), "6", "forward", str(tmp_path)]
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert run.stdout.strip() == "{0: 20}", run.stdout + run.stderr
+    assert run.stdout.strip() == "{0: 12}", run.stdout + run.stderr

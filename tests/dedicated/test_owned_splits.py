@@ -49,8 +49,7 @@ KEPT_APART = APART | {"reshard_after_forward": False, "comm": dmuon.CommOptions(
         (3, "shard-3", {}),
         (2, "replicate-2", {}),
         (2, "tp-2", {}),
-        *((2, "shard-2", APART | more) for more in ({}, {"overlap_backward": True})),
-        pytest.param(4, "tp", {}, marks=pytest.mark.slow),
+        (2, "shard-2", APART | {"overlap_backward": True}),
         pytest.param(4, "hsdp", KEPT_APART, marks=pytest.mark.slow),
     ],
 )

@@ -163,14 +163,15 @@ def test_what_users_make_of_a_state_dict_is_saved_as_it_is_of_one_process(
         assert len(optimizer.state_dict()["state"]) == len(alone)
         copy.deepcopy(model.state_dict())
     dist.barrier()
-    for number, use in enumerate(USES.values()):
-        saved = {key: use(value) for key, value in model.state_dict().items()}
-        dcp.save(saved, checkpoint_id=tmp_path / str(number))
-        expected = {key: use(value) for key, value in alone.items()}
-        found = {key: torch.zeros_like(value) for key, value in expected.items()}
-        dcp.load(found, checkpoint_id=tmp_path / str(number), no_dist=True)
-        assert_same_tensors(found, expected)
-        assert_same_tensors({key: whole(value) for key, value in saved.items()}, expected)
+    saved, expected = (
+        {f"{name}, {key}": use(value) for name, use in USES.items() for key, value in state.items()}
+        for state in (model.state_dict(), alone)
+    )
+    dcp.save(saved, checkpoint_id=tmp_path)
+    found = {key: torch.zeros_like(value) for key, value in expected.items()}
+    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert_same_tensors(found, expected)
+    assert_same_tensors({key: whole(value) for key, value in saved.items()}, expected)
 
 
 # -- files of earlier versions: even shards as dmuon once saved them, in tests/data/checkpoints ---------------------
@@ -191,40 +192,45 @@ def flat(state: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def unpacked(name: str, folder: Path) -> Path:
-    with tarfile.open(OLD / f"{name}.tar.xz") as archive:
-        archive.extractall(folder / name, filter="data")
-    return folder / name
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("old")
+    for path in OLD.glob("*.tar.xz"):
+        with tarfile.open(path) as archive:
+            archive.extractall(folder / path.name.removesuffix(".tar.xz"), filter="data")
+    return folder
 
 
 @pytest.mark.parametrize(("layout", "world"), [("shard-2", 2), pytest.param("tp", 4, marks=pytest.mark.slow)])
 @on_ranks()
 def test_old_checkpoints_load_bit_for_bit_and_are_saved_by_the_same_keys(
-    rank: int, world: int, layout: str, tmp_path: Path
+    rank: int, world: int, layout: str, old: Path, tmp_path: Path
 ) -> None:
     """Of three topologies into others; what is saved then has the keys, shapes and values of what was loaded."""
     model, optimizer, _ = fused(layout)
     for name in ("shard", "hsdp", "tp"):
-        folder = unpacked(name, tmp_path / str(rank))
-        load(Run(model, optimizer, lambda part: part), str(folder))
+        load(Run(model, optimizer, lambda part: part), str(old / name))
         weights, state = get_state_dict(model, optimizer)
         again = {"model": weights, "optimizer": state}
         found = flat(again)
         expected = {key: old_value(key, tensor.shape) for key, tensor in found.items()}
         assert_same_tensors({key: whole(tensor) for key, tensor in found.items()}, expected)
         dcp.save(again, checkpoint_id=tmp_path / f"again-{name}")
-        old, new = (dcp.FileSystemReader(path).read_metadata() for path in (folder, tmp_path / f"again-{name}"))
-        assert old.state_dict_metadata.keys() == new.state_dict_metadata.keys()
-        for key, of_key in old.state_dict_metadata.items():
-            assert getattr(of_key, "size", None) == getattr(new.state_dict_metadata[key], "size", None), key
+        before, after = (
+            dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            for path in (old / name, tmp_path / f"again-{name}")
+        )
+        assert before.keys() == after.keys()
+        for key, of_key in before.items():
+            assert getattr(of_key, "size", None) == getattr(after[key], "size", None), key
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
 
 
 @pytest.mark.parametrize("name", ["shard", "hsdp", "tp"])
-def test_old_checkpoints_load_in_one_process(tmp_path: Path, name: str) -> None:
+def test_old_checkpoints_load_in_one_process(old: Path, name: str) -> None:
     model = FusedModel()
     saved = {"model": dict(model.state_dict())}
-    dcp.load(saved, checkpoint_id=unpacked(name, tmp_path))
+    dcp.load(saved, checkpoint_id=old / name)
     assert_same_tensors(saved["model"], {key: old_value(key, tensor.shape) for key, tensor in saved["model"].items()})

@@ -197,7 +197,7 @@ def test_operations_and_collectives_are_in_order(seen: Callable[[str], list[Find
     "name",
     [
         "uneven",
-        *slowly("hsdp overlap", "hsdp exchanged", "ddp exchanged"),
+        *slowly("hsdp overlap", "two optimizers", "hsdp exchanged", "ddp exchanged"),
     ],
 )
 def test_weights_on_pretended_streams_are_those_of_a_single_process(

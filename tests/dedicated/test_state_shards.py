@@ -88,19 +88,15 @@ def pickled(thing: Any) -> io.BytesIO:
 
 @on_ranks(2, timeout=60.0)
 def test_shards_are_gathered_and_load_as_any_dtensor(rank: int, world: int) -> None:
-    run = start("1d")
-    expected = dict(build().state_dict())
-    weights = copy.deepcopy(run.model.state_dict())
-    assert_same_tensors({name: whole(value) for name, value in weights.items()}, expected)
+    expected, other = dict(build().state_dict()), start("1d", seed=3)
+    weights = copy.deepcopy(start("1d").model.state_dict())
     name, shard = next((name, value) for name, value in weights.items() if name.endswith("up.weight"))
-    everywhere = shard.redistribute(placements=[Replicate()])
-    assert torch.equal(everywhere.to_local(), expected[name])
+    assert torch.equal(shard.redistribute(placements=[Replicate()]).to_local(), expected[name])
     with pytest.raises(RuntimeError, match=r"to_local\(\) of .* is not an even shard"):
         shard.clone().to_local().zero_()
-
-    other = start("1d", seed=3)
     other.model.load_state_dict(weights)
-    assert_same_tensors({name: whole(value) for name, value in other.model.state_dict().items()}, expected)
+    for found in (weights, other.model.state_dict()):
+        assert_same_tensors({name: whole(value) for name, value in found.items()}, expected)
 
 
 @on_ranks(2)

@@ -77,7 +77,8 @@ def train(rank: int, case: Case) -> Trained:
     differs = grid.dedicated and "tp" not in case.layout and program.make is build
     model: Any = build(rank) if differs else program.make()  # rank 0's weights become everyone's
     options = {"comm": dmuon.CommOptions(**case.options)} if grid.dedicated else case.options
-    laid = lay(case.layout, model, keep=case.keep, mp_policy=BF16 if case.half else None, **options)
+    policy = BF16 if case.half else None
+    laid = lay(case.layout, model, keep=case.keep, mp_policy=policy, split=program.split, **options)
     optimizer = laid.optimizer(**case.muon)
     orthogonalized: list[int] = []
 
@@ -189,6 +190,7 @@ QUICK: list[Case] = [
     # Two blocks, of which one tensor-parallel rank has more than the other: both merge them.
     *all_of(["tp-two-lines"], ["steps"], options={"merge_bytes": 7400}),
     *all_of(["fsdp2-tp", "tp-alone", "replicate-fsdp"], ["steps"]),
+    *all_of(["tp"], ["sequence parallel", "copied matrices"]),
     *(Case("fsdp2-2", "thin matrices", options=options) for options in SCHEDULES),
     *all_of(["fsdp2-2", "fsdp2-hsdp"], ["steps"], half=True),
     *all_of(["1d", "ddp-2"], ["tied layers"]),
@@ -221,6 +223,8 @@ SLOW: list[Case] = [
     *all_of(["ddp-2", "fsdp2-2"], ["averaged"]),
     *all_of([name for name in EXCHANGED if LAYOUTS[name].world <= 4 and "tp" not in name], ["thin matrices"]),
     *all_of(["fsdp2-tp"], ["ten steps"]),
+    *all_of(["tp-two-lines"], ["sequence parallel"]),
+    *all_of(["tp-fsdp"], ["copied matrices"]),
     *(Case("fsdp2-tp", "steps", options=options) for options in SCHEDULES[1::2]),
     *all_of(["1d-two-lines"], [*SMALL_MODELS, *CONVNETS]),
 ]

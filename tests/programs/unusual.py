@@ -14,11 +14,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from harness import small_convnets, small_models
 from harness.dtensors import local_tensor
-from harness.network import Block, Network, Size, is_matrix, loss_of, shard
+from harness.network import Block, Network, Size, is_matrix, loss_of, shard, tensor_parallel
 from harness.oracle import Reference
 from harness.toy import SIZE, VOCAB, WIDTH, batch, build
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
@@ -200,6 +203,47 @@ class TwoDtypes(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mix(x.double()).float() + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class SequenceBlock(Block):
+    """A block whose norm sees a part of the sequence on each tensor-parallel rank."""
+
+    tensor_mesh: DeviceMesh | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tensor_mesh is None:
+            return super().forward(x)
+        along = DTensor.from_local(x, self.tensor_mesh, [Replicate()], run_check=False)
+        # What torch 2.12 gathers along a sequence is not contiguous, though its DTensor says so, and fails to multiply.
+        whole = self.norm(along).full_tensor().contiguous()
+        return x + self.mix(x) + self.down(F.gelu(self.up(whole)))
+
+
+def split_sequence(model: Network, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        block.tensor_mesh = mesh
+        plan = {
+            "norm": SequenceParallel(),
+            "mix": ColwiseParallel(output_layouts=Replicate()),
+            "up": ColwiseParallel(use_local_output=False),
+            "down": RowwiseParallel(),
+        }
+        parallelize_module(block, mesh, plan)
+
+
+def copy_matrix(model: Network, mesh: DeviceMesh) -> None:
+    """``mix`` is whole on every tensor-parallel rank, each of which sees a part of the sequence."""
+
+    def scatter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        whole = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+        return whole.redistribute(mesh, [Shard(1)])
+
+    def gather(_module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(mesh, [Replicate()]).to_local()
+
+    for block in model.blocks:
+        distribute_module(block.mix, mesh, input_fn=scatter, output_fn=gather)
+        parallelize_module(block, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
 
 
 class Optional(nn.Module):
@@ -605,6 +649,7 @@ class Program:
         matrix: what of the model belongs to Muon.
         loss: of a model, on one of several parts of the batch of a step, under autocast to a dtype.
         frees: each backward of the loop ends with a step, so that no whole weights are left when it comes.
+        split: over tensor-parallel ranks.
     """
 
     loop: Callable[[Any, Any, Loss], None]
@@ -613,6 +658,7 @@ class Program:
     matrix: Callable[[str], bool] = is_matrix
     loss: Callable[[nn.Module, int, int, int, torch.dtype], Tensor] = network_loss
     frees: bool = False
+    split: Callable[[Network, DeviceMesh], None] = tensor_parallel
 
 
 def _small(case: small_models.Case, x: Callable[[int], Tensor]) -> Program:
@@ -637,6 +683,8 @@ PROGRAMS: dict[str, Program] = {
     "steps": Program(steps, frees=True),
     "ten steps": Program(partial(steps, count=10)),
     "thin matrices": Program(steps, make=partial(build, block=ThinBlock)),
+    "sequence parallel": Program(steps, make=partial(build, block=SequenceBlock), split=split_sequence),
+    "copied matrices": Program(steps, split=copy_matrix),
     "two dtypes": Program(partial(steps, count=3), make=partial(build, block=TwoDtypes)),
     "sparse gradients": Program(partial(steps, count=3), make=hidden_sparse),
     "accumulated": Program(partial(accumulated, kind="full")),

@@ -206,7 +206,10 @@ def test_experts_of_groups_equal_a_single_process(
 
 @on_ranks(2)
 def test_what_was_dedicated_before_keeps_its_values_and_its_gradients(rank: int, world: int) -> None:
-    """The outer call neither gives it the first rank's values, nor averages its gradients over all ranks."""
+    """The outer call neither gives it the first rank's values, nor averages its gradients over all ranks.
+
+    Stacks by one name in several groups are told when they are saved.
+    """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_shard", "ep"))
     model = Model(0, mesh["ep"])
     model.blocks[0].experts.shift = nn.Parameter(torch.full((2, WIDTH), float(rank)))
@@ -227,6 +230,12 @@ def test_what_was_dedicated_before_keeps_its_values_and_its_gradients(rank: int,
     optimizer.step()
     text = dmuon.explain(model, optimizer)
     assert "blocks.1.experts.up" in text and "blocks.0.experts.shift" in text and "outside what" not in text
+    with heard() as told:
+        model.state_dict()
+        model.state_dict()
+    assert len(told) == 1 and "are other weights on ranks" in told[0] and "by the same names" in told[0]
+    with pytest.raises(ValueError, match=r"are other weights on ranks .*, so one file cannot"):
+        require_whole(model)
 
 
 def in_another_order(rank: int) -> Model:
@@ -329,17 +338,3 @@ def test_faults_of_a_load_are_told_once(rank: int, world: int) -> None:
     text = str(raised.value)
     told = "experts.up is as it should be on rank 0 and a tensor of shape (3,) for (4, 16, 8) on rank 1"
     assert text.count("blocks.0.experts.up") == 1 and text.endswith(told), text
-
-
-@on_ranks(2)
-def test_stacks_by_one_name_in_several_groups_are_told_when_saved(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_shard", "ep"))
-    model = Model(0, mesh["ep"])
-    dedicate(model.experts(), mesh["ep_shard"])
-    dedicate(model, exclude=["*.router"])
-    with heard() as told:
-        model.state_dict()
-        model.state_dict()
-    assert len(told) == 1 and "are other weights on ranks" in told[0] and "by the same names" in told[0]
-    with pytest.raises(ValueError, match=r"are other weights on ranks .*, so one file cannot"):
-        require_whole(model)

@@ -17,7 +17,7 @@ from harness.heard import heard
 from harness.network import Network, full_state, loss_of, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
-from harness.toy import OPTIONS, WIDTH, batch, build, train, trained
+from harness.toy import OPTIONS, WIDTH, batch, build, trained
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -79,20 +79,6 @@ def test_torch_fully_shard_works_with_ignored_params(rank: int, world: int) -> N
     assert_equal_weights(trained(model, rank, world), reference_weights(2))
 
 
-@pytest.mark.pitfall("P55")
-@on_ranks(2)
-def test_moves_that_change_nothing_keep_training_exact(rank: int, world: int) -> None:
-    """Before the optimizer is there, and before every step."""
-    for move in (lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.to(torch.float32).cpu()):
-        model = dedicated()
-        move(model)
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        for step in range(2):
-            train(model, optimizer, [step], rank, world)
-            move(model)
-        assert_equal_weights(full_state(model), reference_weights(2))
-
-
 @on_ranks(2)
 def test_parameters_from_before_are_refused_where_they_would_be_trained(rank: int, world: int) -> None:
     model = build()
@@ -108,31 +94,6 @@ def test_parameters_from_before_are_refused_where_they_would_be_trained(rank: in
             use()
     with pytest.raises(RuntimeError, match=r"'blocks\.0\.mix\.weight' before dedicate_params got a gradient"):
         kept[3].sum().backward()
-
-
-EDITS: list[tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] = [  # and what they make of the first weight
-    (lambda w: w.data.mul_(2), lambda w: 2 * w),
-    (lambda w: w.mul_(0.5), lambda w: w),
-    (lambda w: nn.init.zeros_(w), lambda w: 0 * w),
-    (lambda w: w.data.detach().add_(1.0), lambda w: 0 * w + 1),
-    (lambda w: torch._foreach_mul_([w], 3.0), lambda w: 0 * w + 3),
-    (lambda w: w.fill_(0.25), lambda w: 0 * w + 0.25),
-]
-
-
-@pytest.mark.pitfall("P17", "P28")
-@pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
-@on_ranks(2)
-def test_edits_in_place_reach_the_next_forward(rank: int, world: int, keep: bool) -> None:
-    model, alone, tokens = dedicated(reshard_after_forward=not keep), build(), batch(0)[0]
-    start = alone.blocks[0].mix.weight.detach().clone()
-    with torch.no_grad():
-        model(tokens)
-        for number, (edit, value) in enumerate(EDITS):
-            edit(model.blocks[0].mix.weight)
-            alone.blocks[0].mix.weight.copy_(value(start))
-            with about(f"edit {number}"):
-                torch.testing.assert_close(model(tokens), alone(tokens))
 
 
 ODD_BUFFERS: dict[str, Tensor] = {

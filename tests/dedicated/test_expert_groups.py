@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from harness.dedicated_toy import dedicate, default_mesh
 from harness.dtensors import local_tensor
 from harness.heard import heard
 from harness.network import full_state, shard_blocks
-from harness.on_ranks import on_ranks
+from harness.on_ranks import on_ranks, slowly
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -161,21 +162,28 @@ def whole(model: Model, ep: DeviceMesh) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("stored", "rest"),
-    [
-        *(("plain", "dedicated"), ("DTensor", "fsdp2")),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", "fsdp2"), ("DTensor", "dedicated"))),
-    ],
+    ("stored", "rest", "saved"),
+    [("plain", "dedicated", False), ("DTensor", "dedicated", True), *slowly(("DTensor", "fsdp2", False))],
 )
 @on_ranks(4)
-def test_experts_of_groups_equal_a_single_process(rank: int, world: int, stored: str, rest: str) -> None:
-    """Plain parts of a stack, or a DTensor over the expert-parallel dimension, whose norm is that of all groups."""
+def test_experts_of_groups_equal_a_single_process(
+    rank: int, world: int, stored: str, rest: str, saved: bool, tmp_path: Path
+) -> None:
+    """Plain parts of a stack, or a DTensor over the expert-parallel dimension, whose norm is that of all groups.
+
+    What is saved goes on in another model, from a checkpoint of all groups.
+    """
     clip = stored == "DTensor"
     model, optimizer, ep = laid(stored, rest)
+    found = train(model, optimizer, range(2), rank, world, clip=clip)
+    if saved:
+        save(Run(model, optimizer, lambda part: part), str(tmp_path))
+        model, optimizer, ep = laid(stored, rest, seed=1)
+        load(Run(model, optimizer, lambda part: part), str(tmp_path))
     of_experts, *others = dedications(model)[::-1]
     assert len(others) == (rest == "dedicated"), "one dedication of all layers' experts, and one of the rest"
     expected, norms = reference(clip)
-    found = train(model, optimizer, range(STEPS), rank, world, clip=clip)
+    found += train(model, optimizer, range(2, STEPS), rank, world, clip=clip)
     assert_equal_weights(whole(model, ep), expected)
     assert found == pytest.approx(norms, rel=1e-5)
     if not clip:
@@ -196,20 +204,12 @@ def test_experts_of_groups_equal_a_single_process(rank: int, world: int, stored:
     assert matrices == LAYERS * (2 * EXPERTS + 1), "each matrix is orthogonalized once"
 
 
-@on_ranks(4)
-def test_a_run_resumes_from_a_checkpoint_of_all_groups(rank: int, world: int, tmp_path: Any) -> None:
-    model, optimizer, ep = laid("DTensor", "dedicated")
-    train(model, optimizer, range(2), rank, world)
-    save(Run(model, optimizer, lambda part: part), str(tmp_path))
-    fresh, resumed, ep = laid("DTensor", "dedicated", seed=1)
-    load(Run(fresh, resumed, lambda part: part), str(tmp_path))
-    train(fresh, resumed, range(2, STEPS), rank, world)
-    assert_equal_weights(whole(fresh, ep), reference(clip=True)[0])
-
-
 @on_ranks(2)
 def test_what_was_dedicated_before_keeps_its_values_and_its_gradients(rank: int, world: int) -> None:
-    """The outer call neither gives it the first rank's values, nor averages its gradients over all ranks."""
+    """The outer call neither gives it the first rank's values, nor averages its gradients over all ranks.
+
+    Stacks by one name in several groups are told when they are saved.
+    """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_shard", "ep"))
     model = Model(0, mesh["ep"])
     model.blocks[0].experts.shift = nn.Parameter(torch.full((2, WIDTH), float(rank)))
@@ -230,6 +230,12 @@ def test_what_was_dedicated_before_keeps_its_values_and_its_gradients(rank: int,
     optimizer.step()
     text = dmuon.explain(model, optimizer)
     assert "blocks.1.experts.up" in text and "blocks.0.experts.shift" in text and "outside what" not in text
+    with heard() as told:
+        model.state_dict()
+        model.state_dict()
+    assert len(told) == 1 and "are other weights on ranks" in told[0] and "by the same names" in told[0]
+    with pytest.raises(ValueError, match=r"are other weights on ranks .*, so one file cannot"):
+        require_whole(model)
 
 
 def in_another_order(rank: int) -> Model:
@@ -240,14 +246,11 @@ def in_another_order(rank: int) -> Model:
 
 
 @on_ranks(2)
-def test_lists_in_another_order_are_told_before_training(rank: int, world: int) -> None:
-    model = in_another_order(rank)
+def test_lists_in_another_order_are_told_before_training_or_under_fsdp2_before_the_first_step(
+    rank: int, world: int
+) -> None:
     with pytest.raises(ValueError, match=r"place of 'blocks\.0\.experts' in a list"):
-        dedicate(model, exclude=["*.router"])
-
-
-@on_ranks(2)
-def test_lists_in_another_order_under_fsdp2_are_told_before_the_first_step(rank: int, world: int) -> None:
+        dedicate(in_another_order(rank), exclude=["*.router"])
     model = in_another_order(rank)
     shard_blocks(model, default_mesh(), dmuon.fully_shard)
     tokens, targets = batch(0, rank, world)
@@ -335,17 +338,3 @@ def test_faults_of_a_load_are_told_once(rank: int, world: int) -> None:
     text = str(raised.value)
     told = "experts.up is as it should be on rank 0 and a tensor of shape (3,) for (4, 16, 8) on rank 1"
     assert text.count("blocks.0.experts.up") == 1 and text.endswith(told), text
-
-
-@on_ranks(2)
-def test_stacks_by_one_name_in_several_groups_are_told_when_saved(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_shard", "ep"))
-    model = Model(0, mesh["ep"])
-    dedicate(model.experts(), mesh["ep_shard"])
-    dedicate(model, exclude=["*.router"])
-    with heard() as told:
-        model.state_dict()
-        model.state_dict()
-    assert len(told) == 1 and "are other weights on ranks" in told[0] and "by the same names" in told[0]
-    with pytest.raises(ValueError, match=r"are other weights on ranks .*, so one file cannot"):
-        require_whole(model)

@@ -22,15 +22,14 @@ from harness.limits import PROGRAM_SECONDS
 from harness.network import Network, full_state, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
-from harness.topologies import LAYOUTS, Laid, lay
-from harness.toy import LR, SIZE, batch, build
+from harness.topologies import LAYOUTS, lay
+from harness.toy import OPTIONS, SIZE, batch, build
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
 
-OPTIONS: dict[str, Any] = {"lr": LR, "ns_coefficients": "classic"}
 FAULT_STEP = 2
-TIMEOUT = 8.0  # of process groups
+TIMEOUT = 6.0  # of process groups
 SLACK = 12.0  # for a busy machine
 
 
@@ -38,19 +37,14 @@ RAISING = ("raising", "destroying")  # an error of the user's; after the latter 
 ACTS = {"killed": kill, "stopped": stop, **dict.fromkeys(RAISING, throw)}
 
 
-def at_fault_step(model: nn.Module, act: Callable[[], None]) -> Callable[..., None]:
-    monitor = dedications(model)[0].runtime.comm.monitor
-
-    def hook(*_: Any) -> None:
-        if monitor.step == FAULT_STEP:
-            act()
-
-    return hook
-
-
 def arm(model: nn.Module, where: str, act: Callable[[], None]) -> None:
     """Do ``act`` at one place of the step FAULT_STEP."""
-    hook, runtime = at_fault_step(model, act), dedications(model)[0].runtime
+    runtime = dedications(model)[0].runtime
+
+    def hook(*_: Any) -> None:
+        if runtime.comm.monitor.step == FAULT_STEP:
+            act()
+
     match where:
         case "forward":
             model.blocks[1].mix.register_forward_pre_hook(hook)
@@ -61,14 +55,10 @@ def arm(model: nn.Module, where: str, act: Callable[[], None]) -> None:
             runtime.publications.begin = lambda *args: (begin(*args), hook())
 
 
-def prepared(layout: str, model: nn.Module, **options: Any) -> tuple[Laid, dmuon.Muon]:
-    laid = lay(layout, model, comm=dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), **options))
-    return laid, dmuon.Muon(model, **OPTIONS)
-
-
 def train(rank: int, world: int, layout: str, where: str, act: str, victim: int) -> None:
     model = build()
-    laid, optimizer = prepared(layout, model)
+    laid = lay(layout, model, comm=dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT)))
+    optimizer = dmuon.Muon(model, **OPTIONS)
     if rank == victim:
         arm(model, where, ACTS[act])
     try:
@@ -86,10 +76,10 @@ NAMED = re.compile(
     r"scatter of 'blocks\.\d\.\w+\.weight' .*?) failed: "
 )
 
-CASES = [
+CASES = [  # rank 0 hosts the store if it is the victim
     ("1d-3-two-lines", "backward", "killed", 1),
-    pytest.param("ddp-2", "step", "killed", 1, marks=pytest.mark.slow),
-    pytest.param("1d-3-two-lines", "forward", "raising", 2, marks=pytest.mark.slow),
+    ("1d-3-two-lines", "forward", "killed", 0),
+    pytest.param("ddp-2", "step", "raising", 1, marks=pytest.mark.slow),
     pytest.param("1d-two-lines", "forward", "destroying", 1, marks=pytest.mark.slow),
     pytest.param("1d-3-two-lines", "backward", "stopped", 1, marks=pytest.mark.slow),
 ]
@@ -113,19 +103,14 @@ def check_survivors(ended: dict[int, Ended], victim: int, act: str) -> None:
 def test_the_others_end_with_a_message(layout: str, where: str, act: str, victim: int) -> None:
     limit = (TIMEOUT if act == "stopped" else 0) + SLACK + 15.0
     victims = () if act in RAISING else (victim,)
-    ended = run_ranks(LAYOUTS[layout].world, train, layout, where, act, victim, limit=limit, victims=victims)
+    program = train, layout, where, act, victim
+    hosts = victim == 0
+    ended = run_ranks(LAYOUTS[layout].world, *program, limit=limit, victims=victims, rank_0_hosts_store=hosts)
     check_survivors(ended, victim, act)
     times = [end.seconds for rank, end in ended.items() if rank != victim]
     assert max(times) - min(times) < TIMEOUT + SLACK
     if act in RAISING:
         assert "LookupError: the user's own mistake" in ended[victim].text
-
-
-@pytest.mark.ranks
-@pytest.mark.pitfall("P49")
-def test_the_others_end_when_the_host_of_the_store_is_gone() -> None:
-    program = train, "1d-3-two-lines", "forward", "killed", 0
-    check_survivors(run_ranks(3, *program, limit=60, victims=(0,), rank_0_hosts_store=True), 0, "killed")
 
 
 # -- ranks that do not do the same --------------------------------------------------------------------------------
@@ -157,8 +142,6 @@ def out_of_step(rank: int, world: int, layout: str, keep: bool, what: str, trans
         other = rank == 1 and step == FAULT_STEP
         optimizer.zero_grad()
         model.order = UNLIKE.get(what, Ordered.order) if other else Ordered.order
-        if other and what == "extra backward":
-            loss_of(model, *laid.mine(batch(9))).backward()
         loss_of(model, *laid.mine(batch(step))).backward()
         if other and what == "extra step":
             optimizer.step()
@@ -174,7 +157,6 @@ TOLD = re.compile(
 ORDERS = [
     ("1d-two-lines", False, "swapped blocks", "broadcast"),
     pytest.param("1d-two-lines", False, "skipped block", "single", marks=pytest.mark.slow),
-    pytest.param("1d-two-lines", False, "extra backward", "broadcast", marks=pytest.mark.slow),
     pytest.param("1d-two-lines", False, "missing step", "broadcast", marks=pytest.mark.slow),
     pytest.param("ddp-2", True, "extra step", "single", marks=pytest.mark.slow),
 ]
@@ -216,8 +198,10 @@ class Failing:
 
 
 @pytest.mark.pitfall("P26", "P49")
-@pytest.mark.parametrize("when", ["launch", "wait"])
-@pytest.mark.parametrize(("layout", "kind"), [("1d-two-lines", "fill"), ("1d", "reduce"), ("ddp-2", "publish")])
+@pytest.mark.parametrize(
+    ("layout", "kind", "when"),
+    [("1d-two-lines", "fill", "launch"), ("1d", "reduce", "wait"), ("ddp-2", "publish", "launch")],
+)
 @on_ranks(2, timeout=45)
 def test_a_failure_names_its_block_and_ends_everything_after_it(
     rank: int, world: int, layout: str, kind: str, when: str
@@ -269,14 +253,14 @@ def test_a_failure_names_its_block_and_ends_everything_after_it(
 @pytest.mark.pitfall("P17")
 @pytest.mark.parametrize(
     ("layout", "where"),
-    [("1d-two-lines", "fill"), ("1d-two-lines", "reduce"), ("ddp-2", "reduce"), ("1d", "fill"), ("1d", "end")],
+    [("1d-two-lines", "fill"), ("ddp-2", "reduce"), ("1d", "end")],
 )
 @on_ranks(2, timeout=45)
 def test_ranks_that_catch_the_same_exception_go_on_exactly(rank: int, world: int, layout: str, where: str) -> None:
     """Every rank runs out of memory at one place, or at the end of a backward, and takes the batch again."""
     model = build()
     laid = lay(layout, model)
-    optimizer = dmuon.Muon(model, **OPTIONS, weight_decay=0.1)
+    optimizer = dmuon.Muon(model, **OPTIONS)
     runtime = dedications(model)[0].runtime
     monitor, gradients = runtime.comm.monitor, runtime.gradients
     start, finish = monitor.start, gradients.finish
@@ -313,7 +297,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
 @pytest.mark.pitfall("P68")
 def test_runs_that_end_well_do_not_abort_at_exit(tmp_path: Path) -> None:
     """Without ``let_threads_rest`` 7 of 40 such processes did."""
-    command = [sys.executable, str(PROGRAMS / "exits.py"), "10", "forward", str(tmp_path)]
+    command = [sys.executable, str(PROGRAMS / "exits.py"), "6", "forward", str(tmp_path)]
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert run.stdout.strip() == "{0: 20}", run.stdout + run.stderr
+    assert run.stdout.strip() == "{0: 12}", run.stdout + run.stderr

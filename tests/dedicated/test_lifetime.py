@@ -12,15 +12,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
-from harness.dedicated_toy import dedicated
+from harness.dedicated_toy import dedicate, dedicated, default_mesh
 from harness.inside import group_names
-from harness.network import full_state, loss_of, shard
+from harness.network import loss_of, shard
 from harness.on_ranks import on_ranks
-from harness.oracle import Reference
-from harness.toy import LR, OPTIONS, batch, build, train
+from harness.toy import LR, batch, build, train
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 import dmuon.dedicated.dedicate
@@ -38,12 +36,6 @@ def no_collections() -> Iterator[None]:
         gc.enable()
 
 
-def mesh_of(world: int) -> DeviceMesh:
-    if world == 4:
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (world,))
-
-
 def watched(model: nn.Module, optimizer: dmuon.Muon) -> list[weakref.ref[Any]]:
     """What has to go: modules, parameters, gradients, state. Weak references of tensors forbid ``Module.to`` only."""
     tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
@@ -54,7 +46,9 @@ def watched(model: nn.Module, optimizer: dmuon.Muon) -> list[weakref.ref[Any]]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 @on_ranks()
 def test_deleted_models_and_optimizers_are_freed_at_once(rank: int, world: int) -> None:
-    mesh = mesh_of(world)
+    mesh = default_mesh()
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     dedicated(mesh=mesh)
     made = group_names()
     for order, options in (("model first", {}), ("optimizer first", {"overlap_backward": True})):
@@ -77,10 +71,9 @@ def test_deleted_models_and_optimizers_are_freed_at_once(rank: int, world: int) 
 @on_ranks(2)
 def test_groups_serve_the_next_model_though_collectives_of_the_last_are_under_way(rank: int, world: int) -> None:
     """A graph that is alive, fills and publications that nobody waits for, and a backward that raised."""
-    mesh = mesh_of(world)
     with no_collections():
         for case in range(3):
-            model: Any = dedicated(mesh=mesh, comm=dmuon.CommOptions(prefetch=3))
+            model: Any = dedicated(comm=dmuon.CommOptions(prefetch=3))
             optimizer: Any = dmuon.Muon(model, lr=LR)
             train(model, optimizer, range(1), rank, world)
             if case == 1:
@@ -103,16 +96,6 @@ def fail(*_: Any) -> None:
 
 @on_ranks(2)
 def test_a_dedication_that_failed_leaves_a_plain_model(rank: int, world: int) -> None:
-    mesh = mesh_of(world)
-
-    def select(fqn: str, *_: Any) -> bool:
-        if rank == 1:
-            raise ValueError("no idea")
-        return fqn.startswith("blocks.") and fqn.endswith(("up.weight", "down.weight"))
-
-    with pytest.raises(ValueError, match="no idea"):
-        dedicated(mesh=mesh, select=select)
-
     model = build()
     params = list(model.parameters())
     original = dmuon.dedicated.dedicate.OwnedBuffer
@@ -125,33 +108,15 @@ def test_a_dedication_that_failed_leaves_a_plain_model(rank: int, world: int) ->
         return made[-1]
 
     with mock.patch.object(dmuon.dedicated.dedicate, "OwnedBuffer", limited), pytest.raises(torch.OutOfMemoryError):
-        dmuon.dedicate_params(model, mesh, costs="flops")
+        dedicate(model)
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     model(shard(batch(0), rank, world)[0]).sum().backward()  # a plain model again
 
 
 @on_ranks(2)
-def test_models_that_share_groups_train_side_by_side(rank: int, world: int) -> None:
-    """Two of one size, whose steps alternate; each as one process does."""
-    mesh = mesh_of(world)
-    models = [dedicated(mesh=mesh, reshard_after_forward=keep) for keep in (True, False)]
-    made = group_names()
-    optimizers = [dmuon.Muon(model, **{**OPTIONS, "lr": LR * (1 + i)}) for i, model in enumerate(models)]
-    alone = [build() for _ in models]
-    references = [Reference(model, lr=LR * (1 + i)) for i, model in enumerate(alone)]
-    for step in range(3):
-        for model, optimizer, one, reference in zip(models, optimizers, alone, references, strict=True):
-            train(model, optimizer, range(step, step + 1), rank, world)
-            train(one, reference, range(step, step + 1))
-    assert group_names() == made
-    for model, one in zip(models, alone, strict=True):
-        assert_equal_weights(full_state(model), full_state(one))
-
-
-@on_ranks(2)
 def test_ranks_that_run_models_in_other_orders_are_told(rank: int, world: int) -> None:
     """One model's weights would be taken for the other's, as they share process groups."""
-    models: list[Any] = [dedicated(mesh=mesh_of(world)) for _ in range(2)]
+    models: list[Any] = [dedicated() for _ in range(2)]
     with torch.no_grad(), pytest.raises(dmuon.CollectiveError, match=r"of model 1.* on rank 1 where rank 0 has"):
         for model in models[:: -1 if rank else 1]:
             model(shard(batch(0), rank, world)[0])
@@ -173,7 +138,7 @@ def test_exchanges_of_deleted_optimizers_leave_one_group(rank: int, world: int) 
 
 @on_ranks(2)
 def test_parameters_that_outlive_their_model_are_refused(rank: int, world: int) -> None:
-    params = list(dedicated(mesh=mesh_of(world)).parameters())
+    params = list(dedicated().parameters())
     gc.collect()
     with pytest.raises(ValueError, match=r"the model of 'blocks\.0\.mix\.weight', which dmuon owned, was deleted"):
         dmuon.Muon(params, LR)

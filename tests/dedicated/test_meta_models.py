@@ -123,9 +123,18 @@ def numbered(module: nn.Module) -> None:
 
 @on_ranks(4)
 def test_a_function_initializes_what_tensor_parallelism_has_split(rank: int, world: int) -> None:
+    """A failure of one tensor-parallel rank of the first replica ends those of other replicas before."""
     model = build().to("meta")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     tensor_parallel(model, mesh["tp"])
+
+    def failing(module: nn.Module) -> None:
+        if rank == 1 and isinstance(module, nn.LayerNorm):
+            raise OSError("no such file")
+        numbered(module)
+
+    raised = raised_by(lambda: dmuon.dedicate_params(model, mesh["shard"], costs="flops", initialize=failing))
+    assert raised.matches(Exception, "rank 1" if rank == 3 else "no such file"), raised
     dmuon.dedicate_params(model, mesh["shard"], costs="flops", initialize=numbered)
     expected = build()
     with torch.no_grad():
@@ -188,6 +197,8 @@ FAILING: list[tuple[Callable[[], nn.Module], Callable[..., None], str]] = [
 
 @on_ranks(2)
 def test_a_failure_of_the_first_rank_ends_all_and_leaves_the_model_as_it_was(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="option initialize"):
+        dedicate(on_meta(), initialize=None if rank else numbered)
     for make, initialize, says in FAILING:
         model = make()
         params = dict(model.named_parameters())
@@ -220,27 +231,3 @@ def test_what_nobody_initializes_is_nan_until_a_checkpoint_is_loaded(rank: int, 
     dcp.load(state, checkpoint_id=tmp_path)
     set_model_state_dict(model, state)
     assert_same_tensors(full_state(model), dict(saved.state_dict()))
-
-
-@on_ranks(2)
-def test_a_function_on_one_rank_alone_is_refused_on_every_rank(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match="option initialize"):
-        dedicate(on_meta(), initialize=None if rank else numbered)
-
-
-@on_ranks(4)
-def test_a_failure_ends_the_tensor_parallel_ranks_of_other_replicas(rank: int, world: int) -> None:
-    """Only one of two tensor-parallel ranks fails, of the first replica."""
-    model = build().to("meta")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    tensor_parallel(model, mesh["tp"])
-
-    def initialize(module: nn.Module) -> None:
-        if rank == 1 and isinstance(module, nn.LayerNorm):
-            raise OSError("no such file")
-        numbered(module)
-
-    raised = raised_by(lambda: dmuon.dedicate_params(model, mesh["shard"], costs="flops", initialize=initialize))
-    assert raised.matches(Exception, {0: "no such file", 2: "no such file", 1: "no such file", 3: "rank 1"}[rank]), (
-        raised
-    )

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
 from harness.assertions import assert_equal_weights, relative_errors
-from harness.dedicated_toy import dedicate, dedicated
+from harness.dedicated_toy import dedicate
 from harness.dtensors import local_tensor
 from harness.network import full_state, is_matrix, loss_of, shard
 from harness.on_ranks import on_ranks
-from harness.oracle import Reference, reference_weights
+from harness.oracle import Reference
 from harness.topologies import lay
-from harness.toy import OPTIONS, batch, build, train
+from harness.toy import batch, build, train
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -69,7 +68,7 @@ def emulated(shares: int, reduce_dtype: torch.dtype = torch.float32) -> dict[str
 
 
 @pytest.mark.pitfall("P23", "P42")
-@pytest.mark.parametrize(("world", "keep"), [(1, False), (2, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("world", "keep"), [(1, False), (2, True), (3, False)])
 @on_ranks()
 def test_first_bf16_step_equals_emulation(rank: int, world: int, keep: bool) -> None:
     """Same roundings in the same places: only the order of an fp32 sum may differ."""
@@ -101,8 +100,8 @@ def test_micro_batches_inside_no_sync_are_added_up_in_fp32(rank: int, world: int
     norms = []
     for synchronizes in (True, False):
         laid = lay("1d", build(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-        for step in range(32):
-            dmuon.set_requires_gradient_sync(laid.model, synchronizes or step == 31)
+        for step in range(16):
+            dmuon.set_requires_gradient_sync(laid.model, synchronizes or step == 15)
             laid.backward(step % 4)
         params = sorted(dmuon.owned_parameters(laid.model), key=lambda param: param.fqn)
         norms.append(torch.stack([param.grad.norm() for param in params]))
@@ -145,22 +144,3 @@ def test_fp32_masters_accumulate_updates_that_bf16_loses(rank: int, world: int) 
         # Aligned updates add up to lr · 0.2 √max(m, n) per singular direction and step.
         assert float((moved != 0).float().mean()) == 1.0, name
     assert max(relative_errors(found, expected).values()) < 5e-2  # gradients are added up in bf16 by the emulation
-
-
-# -- the optimizer and what it is given ----------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("P38")
-@on_ranks(2)
-def test_nan_gradient_of_one_owner_spares_every_other_matrix(rank: int, world: int) -> None:
-    """One NaN in the gradient that the owner received, after the reduction."""
-    model = dedicated()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    loss_of(model, *shard(batch(0), rank, world)).backward()
-    grad = local_tensor(model.blocks[1].mix.weight.grad)
-    if grad.numel():
-        grad[0, 0] = math.nan
-    optimizer.step()
-    weights, expected = full_state(model), reference_weights(1)
-    assert weights.pop("blocks.1.mix.weight").isnan().any()
-    assert_equal_weights(weights, {n: expected[n] for n in weights})

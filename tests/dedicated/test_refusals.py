@@ -273,6 +273,7 @@ def test_mistakes_raise_on_every_rank_and_move_nothing(rank: int, world: int) ->
         raised = raised_by(mistake)
         assert raised.matches(error, match), (name, raised)
         assert says_what_to_do(raised.message), f"without a remedy: {raised.message}"
+    assert len(dmuon.owned_parameters(dedicated())) == 9, "the ranks are still in step"
 
 
 # -- a mistake on one rank: there its own error, elsewhere by name -----------------------------------------------------
@@ -372,6 +373,7 @@ def test_a_fault_on_one_rank_ends_all_of_them(rank: int, world: int) -> None:
         if rank == 0:
             assert "rank 1" in raised.message or kind == "other order", (kind, raised)
             assert says_what_to_do(raised.message) or "mine" in match, f"without a remedy: {raised.message}"
+    assert len(dmuon.owned_parameters(dedicated())) == 9, "the ranks are still in step"
 
 
 # -- a fault in one data-parallel group of several ----------------------------------------------------------------
@@ -420,6 +422,7 @@ def test_a_mesh_that_outlived_its_group_is_refused(rank: int, world: int) -> Non
     with pytest.raises(ValueError, match="torn down"):
         dedicate(build(), mesh)
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+    dedicated()
     refused(build(), sub)
 
 
@@ -453,10 +456,3 @@ def test_an_optimizer_that_nobody_can_reach_any_more_is_no_obstacle(rank: int, w
     optimizer.cycle = optimizer  # type: ignore[attr-defined]
     del optimizer
     dedicate(model)
-
-
-@pytest.mark.pitfall("P56")
-def test_a_mesh_without_a_process_group_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
-    with pytest.raises(ValueError, match=r"not initialized.*init_process_group.*dmuon\.Muon\(model\) alone is enough"):
-        dmuon.dedicate_params(build(), mesh)

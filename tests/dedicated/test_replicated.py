@@ -39,9 +39,9 @@ class Changing(Network):
 
     def forward(self, tokens: Tensor) -> Tensor:
         changed = self.step >= UNTIL
-        here = changed and dist.is_initialized() and dist.get_rank() > 0
+        here = changed and self.change == "elsewhere on one rank" and dist.is_initialized() and dist.get_rank() > 0
         x = self.embed(tokens)
-        if here and self.change == "elsewhere on one rank":
+        if here:
             x = self.norm(x)
         first, *others = self.blocks
         if changed and self.change == "checkpointed":
@@ -50,7 +50,7 @@ class Changing(Network):
             x = first(x)
         for block in others:
             x = block(x)
-        if (changed and self.change == "unused") or (here and "on one rank" in self.change):
+        if here or (changed and self.change == "unused"):
             return self.head(x)
         return self.head(self.norm(x))
 
@@ -73,11 +73,9 @@ def test_averages_are_right_when_gradients_begin_to_come_otherwise(rank: int, wo
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("change", ["unused on one rank", "elsewhere on one rank"])
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_ranks_may_use_parameters_differently(rank: int, world: int, change: str, asynchronous: bool) -> None:
+def test_ranks_may_use_parameters_in_different_places(rank: int, world: int) -> None:
     with buckets_of(64):
-        model = dedicate(Changing(change), comm=dmuon.CommOptions(asynchronous=asynchronous))
+        model = dedicate(Changing("elsewhere on one rank"), comm=dmuon.CommOptions(asynchronous=False))
         for step in range(UNTIL + 2):
             model.step = step
             model.zero_grad()

@@ -15,9 +15,9 @@ from harness.dtensors import local_tensor
 from harness.heard import heard
 from harness.network import full_state, loss_of, shard
 from harness.on_ranks import on_ranks
-from harness.oracle import reference_weights
 from harness.topologies import lay, runtime_of
 from harness.toy import OPTIONS, WIDTH, batch, build, train
+from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 import dmuon
@@ -43,9 +43,9 @@ def test_elementwise_optimizers_work_on_owned_parameters(rank: int, world: int) 
 
 @pytest.mark.pitfall("P14", "P27", "P59")
 @pytest.mark.parametrize("keep", [False, True])
-@on_ranks(4)
+@on_ranks(2)
 def test_placeholders_are_empty_and_buffers_freed(rank: int, world: int, keep: bool) -> None:
-    laid = lay("1d-4", build(), keep=keep)
+    laid = lay("1d", build(), keep=keep)
     model, optimizer = laid.network, laid.optimizer()
     runtime = runtime_of(model)
     owners = dedications(model)[0].plan.owners
@@ -89,7 +89,7 @@ def _nbytes(buffer: Any) -> int:
 
 
 @pytest.mark.pitfall("P59")
-@pytest.mark.parametrize("layout", ["1d-two-lines", "hsdp", "ddp-4", "tp"])
+@pytest.mark.parametrize("layout", ["1d-two-lines", "ddp-2", "tp"])
 @on_ranks("layout")
 def test_gradients_keep_no_memory_of_what_others_own(rank: int, world: int, layout: str) -> None:
     laid = lay(layout, build())
@@ -126,21 +126,16 @@ def test_misuse_is_named(rank: int, world: int) -> None:
         loss_of(model, *batch(0)).backward(create_graph=True)
     with dmuon.summon_full_params(model):
         assert len(dmuon.owned_parameters(model)) == 9
-    model.blocks[1].mix.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-    with pytest.raises(RuntimeError, match=r"'blocks\.1\.mix\.weight' was replaced in its module"):
-        model(batch(0)[0])
-
-
-@on_ranks(2)
-def test_what_graphs_of_owned_weights_cannot_do_is_refused(rank: int, world: int) -> None:
-    model = dedicated()
-    optimizer = dmuon.Muon(model, **OPTIONS)
+    optimizer.zero_grad()
     model(batch(0)[0]).sum().backward(inputs=list(model.parameters()))
     with pytest.raises(RuntimeError, match=r"no parameter that dmuon owns has a gradient: backward\(inputs=…\)"):
         optimizer.step()
     computed = {"blocks.0.up.weight": model.get_parameter("blocks.0.up.weight") * 2}
     with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.weight' was replaced in its module after dedicate_params"):
         functional_call(model, computed, (batch(0)[0],))
+    model.blocks[1].mix.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.mix\.weight' was replaced in its module"):
+        model(batch(0)[0])
 
 
 def warnings_of(groups: Callable[[nn.Module], Any]) -> list[str]:
@@ -167,14 +162,14 @@ def test_groups_that_leave_parameters_out_say_so_once(rank: int, world: int) -> 
 
 
 @pytest.mark.pitfall("P56")
-def test_one_process_needs_no_process_group() -> None:
+def test_without_a_process_group_each_function_says_what_to_do() -> None:
     assert not dist.is_initialized()
     model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    train(model, optimizer, range(2))
-    assert_equal_weights(dict(model.state_dict()), reference_weights(2))
     with pytest.raises(TypeError, match=r"mesh must be a torch\.distributed DeviceMesh"):
         dmuon.dedicate_params(model, None)  # type: ignore[arg-type]
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    with pytest.raises(ValueError, match=r"not initialized.*init_process_group.*dmuon\.Muon\(model\) alone is enough"):
+        dmuon.dedicate_params(model, mesh)
     for use in (
         lambda: dmuon.set_requires_gradient_sync(model, False),
         lambda: dmuon.summon_full_params(model).__enter__(),

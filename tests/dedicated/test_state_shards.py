@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.assertions import assert_same_tensors
 from harness.checkpoints import FULL_ON_RANK_0, Run, load, start
+from harness.dtensors import whole
 from harness.fused import FusedModel, fused
 from harness.heard import heard
 from harness.network import full_state
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
 )
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
 REFUSED = r"in a state dict of a dedicated model cannot be written to one file as it is, since each rank has "
 
@@ -36,10 +37,9 @@ def saved(thing: Any) -> Any:
     return torch.load(pickled(thing))
 
 
-@pytest.mark.parametrize("layout", ["1d", "1d-two-lines"])
 @on_ranks(2, timeout=60.0)
-def test_shards_are_written_by_nobody_and_the_remedy_writes_the_whole(rank: int, world: int, layout: str) -> None:
-    run = start(layout)
+def test_shards_are_written_by_nobody_and_the_remedy_writes_the_whole(rank: int, world: int) -> None:
+    run = start("1d")
     expected = dict(build().state_dict())
     weights, moments = run.model.state_dict(), run.optimizer.state_dict()
     on_cpu = {name: value.cpu() for name, value in weights.items()}
@@ -62,28 +62,21 @@ def test_shards_are_written_by_nobody_and_the_remedy_writes_the_whole(rank: int,
 
 
 @on_ranks(2, timeout=60.0)
-def test_each_rank_may_pickle_its_own_shards_and_is_warned(rank: int, world: int) -> None:
+def test_each_rank_may_pickle_its_own_shards_which_no_other_loads(rank: int, world: int) -> None:
     run, other = start("1d"), start("1d", seed=rank + 3)
     run.train(range(2))
     with heard() as told:
         files = [pickled(part.state_dict()) for part in (run.model, run.optimizer)]
     assert any("every rank must write and load its own file" in text for text in told)
+    of_first: list[Any] = [files[0].getvalue()]
+    dist.broadcast_object_list(of_first, 0)
+    with pytest.raises(RuntimeError, match="or the rows of another rank, which alone wrote them to a file"):
+        other.model.load_state_dict(torch.load(io.BytesIO(of_first[0]), weights_only=False))
     for part, file in zip((other.model, other.optimizer), files, strict=True):
         part.load_state_dict(torch.load(file, weights_only=False))
     run.train(range(2, 4))
     other.train(range(2, 4))
     assert_same_tensors(full_state(other.model), full_state(run.model))
-
-
-@on_ranks(2, timeout=60.0)
-def test_rows_that_one_rank_wrote_are_loaded_by_no_other(rank: int, world: int) -> None:
-    run = start("1d")
-    files: list[Any] = [pickled(run.model.state_dict()).getvalue()]
-    dist.broadcast_object_list(files, 0)
-    loaded = torch.load(io.BytesIO(files[0]), weights_only=False)
-    other = start("1d", seed=3)
-    with pytest.raises(RuntimeError, match="or the rows of another rank, which alone wrote them to a file"):
-        other.model.load_state_dict(loaded)
 
 
 def pickled(thing: Any) -> io.BytesIO:
@@ -93,25 +86,17 @@ def pickled(thing: Any) -> io.BytesIO:
     return file
 
 
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 @on_ranks(2, timeout=60.0)
 def test_shards_are_gathered_and_load_as_any_dtensor(rank: int, world: int) -> None:
-    run = start("1d")
-    expected = dict(build().state_dict())
-    weights = copy.deepcopy(run.model.state_dict())
-    assert_same_tensors({name: whole(value) for name, value in weights.items()}, expected)
+    expected, other = dict(build().state_dict()), start("1d", seed=3)
+    weights = copy.deepcopy(start("1d").model.state_dict())
     name, shard = next((name, value) for name, value in weights.items() if name.endswith("up.weight"))
-    everywhere = shard.redistribute(placements=[Replicate()])
-    assert torch.equal(everywhere.to_local(), expected[name])
+    assert torch.equal(shard.redistribute(placements=[Replicate()]).to_local(), expected[name])
     with pytest.raises(RuntimeError, match=r"to_local\(\) of .* is not an even shard"):
         shard.clone().to_local().zero_()
-
-    other = start("1d", seed=3)
     other.model.load_state_dict(weights)
-    assert_same_tensors({name: whole(value) for name, value in other.model.state_dict().items()}, expected)
+    for found in (weights, other.model.state_dict()):
+        assert_same_tensors({name: whole(value) for name, value in found.items()}, expected)
 
 
 @on_ranks(2)
@@ -129,6 +114,15 @@ def test_writes_to_a_state_dict_of_the_model_are_refused_and_to_what_is_made_of_
     for write in writes:
         with pytest.raises(RuntimeError, match=rf"'{name}' in state_dict\(\) of a dedicated model is a copy"):
             write()
+    asks: tuple[Callable[[], Any], ...] = (
+        lambda: value @ value.mT,
+        lambda: value[:1],
+        lambda: value + torch.ones(value.shape),
+        lambda: value.view(-1),
+    )
+    for ask in asks if rank == 0 else ():  # what would need the other one raises here
+        with pytest.raises(RuntimeError, match=rf"{name}.*full_tensor\(\) on every rank gives the whole"):
+            ask()
     for kept in (value.clone(), copy.deepcopy(value), torch.load(pickled(value), weights_only=False)):
         assert kept.lerp_(value, 0.5) is kept
     with torch.no_grad():
@@ -154,44 +148,26 @@ USES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_users_make_of_a_state_dict_is_saved_as_it_is_of_one_process(
     rank: int, world: int, layout: str, tmp_path: Path
 ) -> None:
-    """Of matrices, fused projections, kernels and stacks, each file is loaded by one process that knows no dmuon."""
-    model, *_ = fused(layout)
-    alone = FusedModel().state_dict()
-    for number, use in enumerate(USES.values()):
-        saved = {key: use(value) for key, value in model.state_dict().items()}
-        dcp.save(saved, checkpoint_id=tmp_path / str(number))
-        expected = {key: use(value) for key, value in alone.items()}
-        found = {key: torch.zeros_like(value) for key, value in expected.items()}
-        dcp.load(found, checkpoint_id=tmp_path / str(number), no_dist=True)
-        assert_same_tensors(found, expected)
-        assert_same_tensors({key: whole(value) for key, value in saved.items()}, expected)
+    """Of matrices, fused projections, kernels and stacks, each file is loaded by one process that knows no dmuon.
 
-
-@pytest.mark.parametrize(("layout", "world"), [("shard-2", 2), ("tp", 4)])
-@on_ranks(timeout=60.0)
-def test_one_rank_alone_makes_state_dicts(rank: int, world: int, layout: str) -> None:
+    One rank alone may make state dicts.
+    """
     model, optimizer, _ = fused(layout)
+    alone = FusedModel().state_dict()
     if rank == 0:
-        weights, moments = model.state_dict(), optimizer.state_dict()
-        assert weights.keys() == FusedModel().state_dict().keys() and len(moments["state"]) == len(weights)
-        copy.deepcopy(get_model_state_dict(model))
+        assert get_model_state_dict(model).keys() == alone.keys()
+        assert len(optimizer.state_dict()["state"]) == len(alone)
+        copy.deepcopy(model.state_dict())
     dist.barrier()
-
-
-@on_ranks(2, timeout=60.0)
-def test_what_would_need_other_ranks_raises_on_the_rank_that_asks(rank: int, world: int) -> None:
-    run = start("1d-two-lines")
-    name, value = next((n, v) for n, v in run.model.state_dict().items() if n.endswith("up.weight"))
-    if rank == 0:
-        for ask in (
-            lambda: value @ value.mT,
-            lambda: value[:1],
-            lambda: value + torch.ones(value.shape),
-            lambda: value.view(-1),
-        ):
-            with pytest.raises(RuntimeError, match=rf"{name}.*full_tensor\(\) on every rank gives the whole"):
-                ask()
-    dist.barrier()
+    saved, expected = (
+        {f"{name}, {key}": use(value) for name, use in USES.items() for key, value in state.items()}
+        for state in (model.state_dict(), alone)
+    )
+    dcp.save(saved, checkpoint_id=tmp_path)
+    found = {key: torch.zeros_like(value) for key, value in expected.items()}
+    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert_same_tensors(found, expected)
+    assert_same_tensors({key: whole(value) for key, value in saved.items()}, expected)
 
 
 # -- files of earlier versions: even shards as dmuon once saved them, in tests/data/checkpoints ---------------------
@@ -212,40 +188,45 @@ def flat(state: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def unpacked(name: str, folder: Path) -> Path:
-    with tarfile.open(OLD / f"{name}.tar.xz") as archive:
-        archive.extractall(folder / name, filter="data")
-    return folder / name
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("old")
+    for path in OLD.glob("*.tar.xz"):
+        with tarfile.open(path) as archive:
+            archive.extractall(folder / path.name.removesuffix(".tar.xz"), filter="data")
+    return folder
 
 
 @pytest.mark.parametrize(("layout", "world"), [("shard-2", 2), pytest.param("tp", 4, marks=pytest.mark.slow)])
 @on_ranks()
 def test_old_checkpoints_load_bit_for_bit_and_are_saved_by_the_same_keys(
-    rank: int, world: int, layout: str, tmp_path: Path
+    rank: int, world: int, layout: str, old: Path, tmp_path: Path
 ) -> None:
     """Of three topologies into others; what is saved then has the keys, shapes and values of what was loaded."""
     model, optimizer, _ = fused(layout)
     for name in ("shard", "hsdp", "tp"):
-        folder = unpacked(name, tmp_path / str(rank))
-        load(Run(model, optimizer, lambda part: part), str(folder))
+        load(Run(model, optimizer, lambda part: part), str(old / name))
         weights, state = get_state_dict(model, optimizer)
         again = {"model": weights, "optimizer": state}
         found = flat(again)
         expected = {key: old_value(key, tensor.shape) for key, tensor in found.items()}
         assert_same_tensors({key: whole(tensor) for key, tensor in found.items()}, expected)
         dcp.save(again, checkpoint_id=tmp_path / f"again-{name}")
-        old, new = (dcp.FileSystemReader(path).read_metadata() for path in (folder, tmp_path / f"again-{name}"))
-        assert old.state_dict_metadata.keys() == new.state_dict_metadata.keys()
-        for key, of_key in old.state_dict_metadata.items():
-            assert getattr(of_key, "size", None) == getattr(new.state_dict_metadata[key], "size", None), key
+        before, after = (
+            dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            for path in (old / name, tmp_path / f"again-{name}")
+        )
+        assert before.keys() == after.keys()
+        for key, of_key in before.items():
+            assert getattr(of_key, "size", None) == getattr(after[key], "size", None), key
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
 
 
 @pytest.mark.parametrize("name", ["shard", "hsdp", "tp"])
-def test_old_checkpoints_load_in_one_process(tmp_path: Path, name: str) -> None:
+def test_old_checkpoints_load_in_one_process(old: Path, name: str) -> None:
     model = FusedModel()
     saved = {"model": dict(model.state_dict())}
-    dcp.load(saved, checkpoint_id=unpacked(name, tmp_path))
+    dcp.load(saved, checkpoint_id=old / name)
     assert_same_tensors(saved["model"], {key: old_value(key, tensor.shape) for key, tensor in saved["model"].items()})

@@ -1,107 +1,22 @@
-"""Meshes and splits beyond rows and columns: sequence parallelism, and stages of a pipeline, as one process."""
+"""Stages of a pipeline, each dedicated over its own data-parallel ranks, as one process."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
-from harness.network import Block, Network, full_state, is_matrix, shard, shard_blocks
-from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
+from harness.network import full_state, shard, shard_blocks
+from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
-from harness.topologies import Laid
 from harness.toy import OPTIONS, batch, build
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
-
-# -- tensor parallelism beyond rows and columns -------------------------------------------------------------------
-
-
-class SequenceBlock(Block):
-    """A block whose norm sees a part of the sequence on each tensor-parallel rank."""
-
-    tensor_mesh: DeviceMesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        along = DTensor.from_local(x, self.tensor_mesh, [Replicate()], run_check=False)
-        # What torch 2.12 gathers along a sequence is not contiguous, though its DTensor says so, and fails to multiply.
-        whole = self.norm(along).full_tensor().contiguous()
-        return x + self.mix(x) + self.down(F.gelu(self.up(whole)))
-
-
-def split_sequence(model: Network, mesh: DeviceMesh) -> None:
-    for block in model.blocks:
-        block.tensor_mesh = mesh
-        plan = {
-            "norm": SequenceParallel(),
-            "mix": ColwiseParallel(output_layouts=Replicate()),
-            "up": ColwiseParallel(use_local_output=False),
-            "down": RowwiseParallel(),
-        }
-        parallelize_module(block, mesh, plan)
-
-
-def copy_matrix(model: Network, mesh: DeviceMesh) -> None:
-    """``mix`` is whole on every tensor-parallel rank, each of which sees a part of the sequence."""
-
-    def scatter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        whole = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-        return whole.redistribute(mesh, [Shard(1)])
-
-    def gather(_module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        return output.redistribute(mesh, [Replicate()]).to_local()
-
-    for block in model.blocks:
-        distribute_module(block.mix, mesh, input_fn=scatter, output_fn=gather)
-        parallelize_module(block, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
-
-
-SPLITS: dict[str, tuple[Callable[[], Network], Callable[[Network, DeviceMesh], None]]] = {
-    "sequence": (lambda: build(block=SequenceBlock), split_sequence),
-    "copies": (build, copy_matrix),
-}
-
-
-@pytest.mark.pitfall("P04", "P37")
-@pytest.mark.parametrize(
-    ("kind", "world", "fsdp"),
-    [
-        *(pytest.param(kind, 2, False, id=f"{kind}-tp") for kind in SPLITS),
-        *(pytest.param(kind, 4, kind == "copies", id=f"{kind}-dp-tp", marks=pytest.mark.slow) for kind in SPLITS),
-    ],
-)
-@on_ranks()
-def test_sequence_parallel_norms_and_copied_matrices(rank: int, world: int, kind: str, fsdp: bool) -> None:
-    make, split = SPLITS[kind]
-    model = make()
-    whole = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    mesh = whole["dp"]
-    split(model, whole["tp"])
-    dmuon.dedicate_params(model, mesh, costs="flops")
-    if fsdp:
-        shard_blocks(model, mesh, dmuon.fully_shard)
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    Laid(model, mesh, mesh.get_local_rank(), mesh.size(), model).train(optimizer, range(3))
-    muon = [n for n, p in model.named_parameters() if p in dmuon.owned_parameters(model)]
-    assert len(muon) == 9 and all(map(is_matrix, muon)), "norms stay on AdamW"
-    weights = full_state(model)
-    assert_equal_weights(weights, reference_weights(3))
-    assert_same_over_ranks(weights)
-    assert over_ranks(optimizer.last_step.ns_matrices) == 9
-
-
-# -- pipeline stages, each dedicated over its own data-parallel ranks --------------------------------------------------
-
 
 STAGES, LAYERS, MICRO, STEPS, MAX_NORM = 2, 4, 3, 3, 0.5
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}

@@ -34,7 +34,7 @@ CASES = [
     ("1d-two-lines", True, 3, "auto"),
     ("hsdp-two-lines", False, 1, "broadcast"),
     pytest.param("hsdp-two-lines", True, 2, "single", marks=pytest.mark.slow),
-    ("ddp-4", False, 1, "broadcast"),
+    ("ddp-2", False, 1, "broadcast"),
     ("ddp-2", False, 3, "single"),
     ("tp", False, 1, "auto"),
     ("tp-two-lines", True, 1, "single"),

@@ -30,7 +30,7 @@ def dedicated(**options: Any) -> Network:
 
 
 def refused(model: nn.Module, mesh: Any = None, **options: Any) -> None:
-    """``dedicate_params`` must raise; then the model is untouched and a correct call still works."""
+    """``dedicate_params`` must raise; then the model is untouched."""
     before = {n: (p, p.detach().clone()) for n, p in model.named_parameters() if not p.is_meta}
     try:
         dedicate(model, mesh, **options)
@@ -38,5 +38,4 @@ def refused(model: nn.Module, mesh: Any = None, **options: Any) -> None:
         after = dict(model.named_parameters())
         assert all(after[n] is p and torch.equal(p, value) for n, (p, value) in before.items()), "data moved"
         assert not model._forward_pre_hooks and not dmuon.owned_parameters(model)
-        assert len(dmuon.owned_parameters(dedicated())) == 9, "the ranks are still in step"
         raise

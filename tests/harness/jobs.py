@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import runpy
 import signal
@@ -15,10 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from harness.forks import CONTEXT
+from harness.worker import begin
 
 POLL_SECONDS = 0.02
 GROUP_SECONDS = 60.0  # how long collectives of the default process group wait
@@ -79,14 +78,7 @@ def run_job(
 
 
 def _child(log: str, program: Callable[..., None], rank: int, *args: Any) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
+    begin(log)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     program(rank, *args)
 

@@ -63,53 +63,6 @@ def flat() -> nn.Module:
     )  # fmt: skip
 
 
-class Twice(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.both = nn.Sequential(conv(inputs, outputs), nn.Tanh(), conv(outputs, outputs), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.both(x)
-        return y
-
-
-class Down(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(nn.AvgPool2d(2), Twice(inputs, outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.parts(x)
-        return y
-
-
-class Up(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.up, self.conv = nn.Upsample(scale_factor=2), Twice(inputs, outputs)
-
-    def forward(self, below: Tensor, beside: Tensor) -> Tensor:
-        y: Tensor = self.conv(torch.cat([beside, self.up(below)], 1))
-        return y
-
-
-def unet() -> nn.Module:
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        a = m.enter(x)
-        b = m.down1(a)
-        c = m.down2(b)
-        return m.leave(m.up2(m.up1(c, b), a))
-
-    return Model(
-        forward, enter=Twice(3, 8), down1=Down(8, 12), down2=Down(12, 12), up1=Up(24, 8), up2=Up(16, 8),
-        leave=nn.Conv2d(8, 3, 1),
-    )  # fmt: skip
-
-
-def both(*names: str) -> tuple[str, ...]:
-    return tuple(f"{name}.{i}" for name in names for i in (0, 2))
-
-
 def units(*names: str, down: tuple[str, ...] = ()) -> tuple[str, ...]:
     return tuple(f"{n}.{part}" for n in names for part in ("conv1", "conv2", *(["down"] if n in down else [])))
 
@@ -121,9 +74,6 @@ CONVNETS: dict[str, Case] = {
     ),
     "LeNet": Case(lenet, ("conv2", "fc1", "fc2")),
     "a flat Sequential of convolutions": Case(flat, ("2", "4")),
-    "U-Net of attributes": Case(
-        unet, ("enter.both.2", *both("down1.parts.1.both", "down2.parts.1.both", "up1.conv.both", "up2.conv.both"))
-    ),
 }  # fmt: skip
 
 

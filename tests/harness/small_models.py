@@ -75,14 +75,6 @@ def two_layers() -> nn.Module:
     return Model(chain("fc1", "fc2"), fc1=linear(INPUTS), fc2=linear(WIDTH, OUTPUTS))
 
 
-def heads_of_one_trunk() -> nn.Module:
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        x = m.trunk(x)
-        return torch.cat([m.policy(x), m.value(x)], -1)
-
-    return Model(forward, trunk=layers(INPUTS, WIDTH, WIDTH, WIDTH), policy=linear(WIDTH, 3), value=linear(WIDTH, 1))
-
-
 def separate_actor_and_critic() -> nn.Module:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         return torch.cat([m.actor(x), m.critic(x)], -1)
@@ -96,13 +88,6 @@ def twin_critics_of_state_and_action() -> nn.Module:
         return m.value(torch.tanh(m.joint(joined)))
 
     return Model(forward, state=linear(INPUTS, 20), action=linear(3, 20), joint=linear(40), value=linear(WIDTH, 1))
-
-
-def autoencoder() -> nn.Module:
-    return Model(
-        lambda m, x: m.decoder(m.encoder(x)),
-        encoder=layers(INPUTS, 10, 4), decoder=layers(4, 10, INPUTS),
-    )  # fmt: skip
 
 
 def one_by_one() -> nn.Module:
@@ -218,10 +203,8 @@ CASES: dict[str, Case] = {
     "layers that are attributes": Case(mlp, ("fc2", "fc3")),
     "a flat Sequential": Case(lambda: layers(INPUTS, WIDTH, WIDTH, OUTPUTS), ("2",)),
     "input and output layer only": Case(two_layers, ("fc1",)),
-    "two heads of one trunk": Case(heads_of_one_trunk, ("trunk.2", "trunk.4")),
     "actor and critic": Case(separate_actor_and_critic, ("actor.2", "critic.2")),
     "two inputs that are joined": Case(twin_critics_of_state_and_action, ("action", "joint")),
-    "autoencoder": Case(autoencoder, ("encoder.2", "decoder.0")),
     "a Sequential whose layers are called one by one": Case(one_by_one, ("parts.2",)),
     "U-Net": Case(linear_unet, ("down", "middle", "up1", "up2")),
     "tied layers": Case(tied_layers, ("fc2",), ("(model)",)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -156,49 +156,38 @@ def lay(
     keep: bool = False,
     mp_policy: Any = None,
     device: torch.device = CPU,
+    split: Callable[[Network, DeviceMesh], None] = tensor_parallel,
     **options: Any,
 ) -> Laid:
     """Spread ``model``, which is on ``device``, as the layout ``name`` says. Collective.
 
     Args:
         mp_policy: of dmuon and of FSDP2.
+        split: over tensor-parallel ranks.
         options: of ``dedicate_params``, or of the configuration.
     """
     grid = LAYOUTS[name]
     options.setdefault("costs", "flops")
     sharding = {} if mp_policy is None else {"mp_policy": mp_policy}
     mesh = grid.mesh(device)
-    if grid.dedicated:
-        return _lay(grid, model, mesh, keep, sharding, **sharding, **options)
-    laid = _lay(grid, model, mesh, keep, sharding)
-    WRAPPERS.get(name, _by_dtensors)(laid, options)
-    return laid
-
-
-def _lay(
-    grid: Grid,
-    model: Network,
-    mesh: DeviceMesh,
-    keep: bool,
-    sharding: Mapping[str, Any],
-    **dedication: Any,
-) -> Laid:
-    """Split, dedicate (if the grid says so) and shard ``model``; ``sharding`` is for ``fully_shard``. Collective."""
     data = tuple(name for name, _ in grid.dims if name != "tp")
     along = mesh[data] if 0 < len(data) < len(grid.dims) else mesh
     if len(data) < len(grid.dims):
-        tensor_parallel(model, mesh["tp"])
+        split(model, mesh["tp"])
     if grid.dedicated:
-        dmuon.dedicate_params(model, along, reshard_after_forward=not keep, **dedication)
+        dmuon.dedicate_params(model, along, reshard_after_forward=not keep, **sharding, **options)
     if grid.fsdp:
         for block in getattr(model, "blocks", ()):
             dmuon.fully_shard(block, mesh=along, reshard_after_forward=not keep, **sharding)
         dmuon.fully_shard(model, mesh=along, **sharding)
     part, parts = 0, 1
-    for name, extent in grid.dims:
-        if name != "tp":
-            part, parts = part * extent + mesh.get_local_rank(name), parts * extent
-    return Laid(model, along, part, parts, model)
+    for dim, extent in grid.dims:
+        if dim != "tp":
+            part, parts = part * extent + mesh.get_local_rank(dim), parts * extent
+    laid = Laid(model, along, part, parts, model)
+    if not grid.dedicated:
+        WRAPPERS.get(name, _by_dtensors)(laid, options)
+    return laid
 
 
 class Wrapped(nn.Module):

@@ -209,20 +209,25 @@ class _Groups:
         return mesh
 
 
-def work(rank: int, connection: Connection, log: str) -> None:
-    """The worker process: one call after another until the pipe closes."""
-    c10d.ProcessGroupGloo = OneThreadGloo  # type: ignore[attr-defined]
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+def begin(log: str) -> None:
+    """A process of one thread, which writes to a file whatever it prints, and its stacks when it is asked for them."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=descriptor)
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the pool
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.set_num_threads(1)
+
+
+def work(rank: int, connection: Connection, log: str) -> None:
+    """The worker process: one call after another until the pipe closes."""
+    c10d.ProcessGroupGloo = OneThreadGloo  # type: ignore[attr-defined]
+    begin(log)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the pool
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     groups = _Groups()
     environment = dict(os.environ)
     directory = os.getcwd()

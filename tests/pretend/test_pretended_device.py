@@ -75,6 +75,7 @@ def weights(name: str, device: str, keep: bool, micro: int, muon: dict[str, Any]
 
 OVERLAP = {"overlap_backward": True}
 HOST, MASTERS = {"momentum_device": "cpu"}, {"master_weights": "cpu"}
+HALF = {"momentum_dtype": torch.bfloat16, "weight_decay_mode": "l2"}
 MEMBER = {"second_moment": "element", "weight_decay_mode": "hyperball"}
 # Layout, whether whole weights stay, micro-batches, and options of the optimizer and of communication.
 CASES: dict[str, tuple[str, bool, int, dict[str, Any], dict[str, Any]]] = {
@@ -84,17 +85,9 @@ CASES: dict[str, tuple[str, bool, int, dict[str, Any], dict[str, Any]]] = {
     "one after the other, two ahead": ("1d-two-lines", False, 1, {}, {"asynchronous": False, "prefetch": 2}),
     "ddp": ("ddp", False, 1, {}, {}),
     "members of the family": ("fsdp2-2", False, 1, MEMBER, {}),
-    **{
-        f"{name} with momentum on the host": (name, False, 1, HOST | muon, {})
-        for name, muon in (
-            ("hsdp", {}),
-            ("1d", OVERLAP),
-            ("fsdp2-tp", {"momentum_dtype": torch.bfloat16}),
-            ("fsdp2-hsdp", {"second_moment": "row"}),
-        )
-    },
-    "fsdp2-hsdp with masters and momentum on the host": ("fsdp2-hsdp", False, 1, MASTERS | HOST, {}),
-    "fsdp2-tp with masters on the host": ("fsdp2-tp", False, 1, MASTERS | {"weight_decay_mode": "l2"}, {}),
+    "1d with momentum on the host": ("1d", False, 1, HOST | OVERLAP, {}),
+    "fsdp2-hsdp with momentum on the host": ("fsdp2-hsdp", False, 1, HOST | {"second_moment": "row"}, {}),
+    "fsdp2-tp with masters and momentum on the host": ("fsdp2-tp", False, 1, MASTERS | HOST | HALF, {}),
 }
 
 

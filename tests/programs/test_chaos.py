@@ -20,9 +20,8 @@ def test_a_round_follows_from_its_seed_and_number_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.pitfall("P23", "P49")
-@pytest.mark.parametrize(("layout", "other"), [("1d", "1d-4"), ("fsdp2-4", "fsdp2-2")])
-def test_a_killed_save_leaves_a_checkpoint_for_any_number_of_ranks(tmp_path: Path, layout: str, other: str) -> None:
-    assert not run(Round(0, layout, "", "kill", victim=1, phase="save", step=2, calls=300, other=other), tmp_path)
+def test_a_killed_save_leaves_a_checkpoint_for_another_layout(tmp_path: Path) -> None:
+    assert not run(Round(0, "1d", "", "kill", victim=1, phase="save", step=2, calls=300, other="fsdp2-3"), tmp_path)
 
 
 @pytest.mark.slow

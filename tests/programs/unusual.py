@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from harness import small_convnets, small_models
 from harness.dtensors import local_tensor
-from harness.network import Block, Network, Size, is_matrix, loss_of, shard
+from harness.network import Block, Network, Size, is_matrix, loss_of, shard, tensor_parallel
 from harness.oracle import Reference
 from harness.toy import SIZE, VOCAB, WIDTH, batch, build
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
@@ -199,6 +203,47 @@ class TwoDtypes(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mix(x.double()).float() + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class SequenceBlock(Block):
+    """A block whose norm sees a part of the sequence on each tensor-parallel rank."""
+
+    tensor_mesh: DeviceMesh | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tensor_mesh is None:
+            return super().forward(x)
+        along = DTensor.from_local(x, self.tensor_mesh, [Replicate()], run_check=False)
+        # What torch 2.12 gathers along a sequence is not contiguous, though its DTensor says so, and fails to multiply.
+        whole = self.norm(along).full_tensor().contiguous()
+        return x + self.mix(x) + self.down(F.gelu(self.up(whole)))
+
+
+def split_sequence(model: Network, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        block.tensor_mesh = mesh
+        plan = {
+            "norm": SequenceParallel(),
+            "mix": ColwiseParallel(output_layouts=Replicate()),
+            "up": ColwiseParallel(use_local_output=False),
+            "down": RowwiseParallel(),
+        }
+        parallelize_module(block, mesh, plan)
+
+
+def copy_matrix(model: Network, mesh: DeviceMesh) -> None:
+    """``mix`` is whole on every tensor-parallel rank, each of which sees a part of the sequence."""
+
+    def scatter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        whole = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+        return whole.redistribute(mesh, [Shard(1)])
+
+    def gather(_module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(mesh, [Replicate()]).to_local()
+
+    for block in model.blocks:
+        distribute_module(block.mix, mesh, input_fn=scatter, output_fn=gather)
+        parallelize_module(block, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
 
 
 class Optional(nn.Module):
@@ -454,6 +499,75 @@ def clipped(model: nn.Module, optimizer: Any, loss: Loss, *, by: str) -> None:
         optimizer.step()
 
 
+WEIGHT = "blocks.0.mix.weight"
+EDITS: list[Callable[[Tensor], Any]] = [
+    lambda w: w.data.mul_(2),
+    lambda w: nn.init.zeros_(w),
+    lambda w: w.data.detach().add_(0.1),
+    lambda w: torch._foreach_mul_([w], 3.0),
+    lambda w: w.fill_(0.25),
+]
+
+
+def edited(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """Edits in place reach the next forward, though whole weights of the last one are kept or fetched ahead."""
+    for step, edit in enumerate(EDITS):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss(20 + step)
+            edit(model.get_parameter(WEIGHT))
+        loss(step).backward()
+        optimizer.step()
+
+
+def moved(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """By calls that change nothing."""
+    for step, move in enumerate((lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.to(torch.float32).cpu())):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+        move(model)
+
+
+def given_gradients(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """Backward adds to whole gradients that a program has set."""
+    for step in range(2):
+        for name, param in model.named_parameters():
+            if is_matrix(name):
+                param.grad = torch.full(param.shape, 0.01)
+        loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def looked_at(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """The first rank alone runs what no backward follows: a block inside of a forward, and forwards of its own.
+
+    As for statistics, to look at a loss, or since one failed and is tried again. The others run on, nothing is compared
+    that they do not compare, and reductions come in one order all the same.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def look(model: Any, args: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            model.blocks[0](model.embed(*args))
+
+    for step in range(4):
+        optimizer.zero_grad()
+        handles = [model.register_forward_pre_hook(look)] if first and step != 2 else []
+        if first and step == 1:
+            loss(step)
+        if first and step == 2:
+            handles.append(model.blocks[1].up.register_forward_pre_hook(lambda *_: 1 / 0))
+            with pytest.raises(ZeroDivisionError):
+                loss(step)
+            handles.pop().remove()
+        loss(step).backward()
+        for handle in handles:
+            handle.remove()
+        optimizer.step()
+
+
 def used_by_some(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     """A parameter that no rank used keeps ``grad is None`` and is skipped."""
     for step, (micro, unused) in enumerate(USES):
@@ -535,6 +649,7 @@ class Program:
         matrix: what of the model belongs to Muon.
         loss: of a model, on one of several parts of the batch of a step, under autocast to a dtype.
         frees: each backward of the loop ends with a step, so that no whole weights are left when it comes.
+        split: over tensor-parallel ranks.
     """
 
     loop: Callable[[Any, Any, Loss], None]
@@ -543,6 +658,7 @@ class Program:
     matrix: Callable[[str], bool] = is_matrix
     loss: Callable[[nn.Module, int, int, int, torch.dtype], Tensor] = network_loss
     frees: bool = False
+    split: Callable[[Network, DeviceMesh], None] = tensor_parallel
 
 
 def _small(case: small_models.Case, x: Callable[[int], Tensor]) -> Program:
@@ -567,6 +683,8 @@ PROGRAMS: dict[str, Program] = {
     "steps": Program(steps, frees=True),
     "ten steps": Program(partial(steps, count=10)),
     "thin matrices": Program(steps, make=partial(build, block=ThinBlock)),
+    "sequence parallel": Program(steps, make=partial(build, block=SequenceBlock), split=split_sequence),
+    "copied matrices": Program(steps, split=copy_matrix),
     "two dtypes": Program(partial(steps, count=3), make=partial(build, block=TwoDtypes)),
     "sparse gradients": Program(partial(steps, count=3), make=hidden_sparse),
     "accumulated": Program(partial(accumulated, kind="full")),
@@ -581,6 +699,10 @@ PROGRAMS: dict[str, Program] = {
         kind: Program(partial(steps, count=3), make=partial(Variant, kind), matrix=variant_matrix, frees=True)
         for kind in KINDS
     },
+    "edited": Program(edited),
+    "moved": Program(moved),
+    "given gradients": Program(given_gradients, alone=True),
+    "looked at by one rank": Program(looked_at),
     "only forwards": Program(only_forwards, alone=True),
     "used by some ranks": Program(
         used_by_some,

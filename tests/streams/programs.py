@@ -191,12 +191,13 @@ def _wait_in_the_end(streams: list[Stream]) -> Callable[[Tensor], None]:
     return begin
 
 
+LAYERS = 2
 MODELS: dict[str, Callable[[], Network]] = {
-    "toy": build,
-    "single": lambda: build(block=Single),
+    "toy": lambda: build(layers=LAYERS),
+    "single": lambda: build(layers=LAYERS, block=Single),
     "auxiliary": Auxiliary,
-    "experts": lambda: build(block=Experts),
-    "branches": lambda: build(block=Branches),
+    "experts": lambda: build(layers=LAYERS, block=Experts),
+    "branches": lambda: build(layers=LAYERS, block=Branches),
     "towers": Towers,
 }
 
@@ -442,8 +443,7 @@ PROGRAMS: dict[str, Program] = {
     "far ahead": Program("1d-two-lines", f"{T} accumulate {T}", half=True, comm={"prefetch": 2}),
     "not ahead": Program("1d-two-lines", f"accumulate accumulate {T} edit {T}", comm={"prefetch": 0}),
     "merged": Program("hsdp-two-lines", f"{T} summon {T} backward clip step summon {T}", comm={"merge_bytes": 10**6}),
-    "kept rows": Program("hsdp-two-lines", f"{T} accumulate-in-rows accumulate-in-rows {T} {T}", keep=True),
-    "uneven kept": Program("hsdp-two-lines", f"{T} {T}", keep=True, nccl=True),
+    "kept rows": Program("hsdp-two-lines", f"{T} accumulate-in-rows accumulate-in-rows {T} {T}", keep=True, nccl=True),
     "hsdp overlap": Program("hsdp-two-lines", f"{T} {T}", overlap=True),
     "ddp": Program("ddp-2", f"{T} {T} step {T}", keep=True),
     "tensor fsdp": Program("tp-fsdp", f"{T} {T}"),
@@ -469,9 +469,8 @@ PROGRAMS: dict[str, Program] = {
     "two optimizers": Program("1d-two-lines", f"{T} {T}", overlap=True, graphs=32, optimizers=2),
     "dropped graphs": Program("1d-two-lines", f"backward clip step zero {T}", overlap=True, graphs=1),
     "regrouped": Program("1d-two-lines", f"backward regroup step zero {T}", overlap=True, graphs=32),
-    "hsdp exchanged": Program("fsdp2-hsdp", f"{T} {T}"),
-    "hsdp exchanged padded": Program("fsdp2-hsdp", f"{T} {T}", nccl=True),
-    "ddp exchanged padded": Program("ddp", f"{T} {T}", nccl=True),
+    "hsdp exchanged": Program("fsdp2-hsdp", f"{T} {T}", nccl=True),
+    "ddp exchanged": Program("ddp", f"{T} {T}"),
     "fsdp tensor exchanged": Program("fsdp2-tp", f"{T} {T}"),
     "functions": Program(None, f"{T} {T}"),
     "groups exchanged": Program("cp-groups", f"{T} {T}"),

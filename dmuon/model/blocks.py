@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.nn as nn
 
-from dmuon.model.makeup import INPUT_EMBEDDING, RECURRENT, Holder, Makeup, is_table
+from dmuon.model.makeup import INPUT_EMBEDDING, RECURRENT, SHARES, Holder, Layer, Makeup, is_table
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -230,42 +229,6 @@ def blocks_by_module(blocks: Iterable[NamedModule]) -> dict[int, list[NamedModul
 
 INPUT_LAYER, OUTPUT_LAYER = "input layer", "output layer"
 _CHANNELS = 8  # images have fewer; of wider layers two may be joined, also where a decoder is registered first
-SHARES = (2, 3, 4)  # a bare matrix may have so many times the features of a layer
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One use of a weight.
-
-    Attributes:
-        key: the same for layers that share a weight.
-        takes, gives: features, or channels.
-        spatial: a convolution, of whose output a linear layer takes all positions at once.
-    """
-
-    key: int
-    takes: int
-    gives: int
-    spatial: bool
-
-    @staticmethod
-    def of(module: nn.Module, weight: nn.Parameter) -> Layer:
-        """The layer that ``module`` is with this weight of two dimensions or more."""
-        first, second = weight.shape[0], weight.shape[1]
-        bias = getattr(module, "bias", None)
-        transposed = first != second and getattr(bias, "shape", ()) == (second,)  # (in, out), as Conv1D of GPT-2
-        takes, gives = (first, second) if transposed else (second, first)
-        return Layer(
-            id(weight),
-            _size(module, ("in_features", "in_channels"), takes),
-            _size(module, ("out_features", "out_channels"), gives),
-            weight.ndim > 2,
-        )
-
-
-def _size(module: nn.Module, names: Iterable[str], otherwise: int) -> int:
-    sizes = (getattr(module, name, None) for name in names)
-    return next((size for size in sizes if isinstance(size, int)), otherwise)
 
 
 def layers_of(
@@ -330,14 +293,21 @@ def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: C
     return ends
 
 
-def find_input_convolution(layers: Sequence[Layer], embedded: Collection[int]) -> dict[int, str]:
-    """The same for the first layer alone, if it is a convolution; for stacks, of which it may be a part."""
+def find_end_convolutions(layers: Sequence[Layer], embedded: Collection[int]) -> dict[int, str]:
+    """The same for stacks, of which convolutions may be a part that take the input, or as the last one give the output.
+
+    The last one does if it gives fewer channels than it takes, and only layers that take the input take so many.
+    """
     if not any(layer.spatial for layer in layers):
         return {}
-    last = _last(layers)
+    last, end = _last(layers), layers[-1]
     within = [layer for layer in layers if layer is not last]
     first = _first(within, within, embedded)
-    return {} if first is None or not first.spatial else {first.key: INPUT_LAYER}
+    takes = first.takes if first is not None and first.spatial else None
+    ends = {layer.key: INPUT_LAYER for layer in within if layer.spatial and layer.takes == takes}
+    if end.spatial and end.gives < end.takes and all(layer.key in ends for layer in layers if layer.takes == end.gives):
+        ends[end.key] = OUTPUT_LAYER
+    return ends
 
 
 def _last(layers: Sequence[Layer]) -> Layer:

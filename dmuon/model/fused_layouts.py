@@ -392,8 +392,6 @@ RULES: tuple[Rule, ...] = (
     Rule("in_proj_ba.weight", "Qwen3Next*", _linear_attention_gates, _HF),
     Rule("in_proj_qkv.weight", "*GatedDeltaNet", blocked("key_dim", "key_dim", "value_dim"), _HF),
     Rule("in_proj_z.weight in_proj_a.weight in_proj_b.weight", "*GatedDeltaNet", whole, _HF),
-    Rule("in_proj.weight", "BarkMLP *VectorQuantize", whole, _HF),
-    Rule("proj_up_gate.weight", "xLSTM*", whole, _HF),
     Rule("patch_embedding_projection.weight", "BltLocal*", whole, _HF),
     # experts, and other stacks
     Rule("gate_up_proj", "*Experts", _experts_gate_up, _HF),
@@ -434,7 +432,6 @@ RULES: tuple[Rule, ...] = (
     Rule("inverted_conv.conv.weight", "GLUMBConvTemp", equal(2), _DIFFUSERS),
     Rule("proj_mlp.weight", "OvisImageSingleTransformerBlock", equal(2), _DIFFUSERS),
     Rule("proj_mlp.weight", "*", whole, _DIFFUSERS),
-    Rule("in_proj.weight", "ChromaApproximator", whole, _DIFFUSERS),
     Rule("dec_in_proj.weight", "*MiniMax*", whole, _DIFFUSERS),
     Rule("gate_up_proj", "SwiGLUExperts", _experts_gate_up, _DIFFUSERS),
     Rule("down_proj", "SwiGLUExperts", _experts_whole, _DIFFUSERS),

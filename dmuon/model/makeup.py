@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -28,6 +31,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 _DEPTH = 4
 
 
+_IN_PLACE = (nn.Dropout, nn.Identity, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _BatchNorm)
 _FACTORS = ("lora_A", "lora_B")  # modules of these, one for each adapter of a layer
 
 
@@ -54,6 +58,41 @@ class Adapter(NamedTuple):
         return Adapter((base, getattr(holder, "parameter_name", usual)), behind, getattr(holder, "num_experts", 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One use of a weight.
+
+    Attributes:
+        key: the same for layers that share a weight.
+        takes, gives: features, or channels.
+        spatial: a convolution, of whose output a linear layer takes all positions at once.
+    """
+
+    key: int
+    takes: int
+    gives: int
+    spatial: bool
+
+    @staticmethod
+    def of(module: nn.Module, weight: Tensor) -> Layer:
+        """The layer that ``module`` is with this weight of two dimensions or more."""
+        first, second = weight.shape[0], weight.shape[1]
+        bias = getattr(module, "bias", None)
+        transposed = first != second and getattr(bias, "shape", ()) == (second,)  # (in, out), as Conv1D of GPT-2
+        takes, gives = (first, second) if transposed else (second, first)
+        return Layer(
+            id(weight),
+            _size(module, ("in_features", "in_channels"), takes),
+            _size(module, ("out_features", "out_channels"), gives),
+            weight.ndim > 2,
+        )
+
+
+def _size(module: nn.Module, names: Iterable[str], otherwise: int) -> int:
+    sizes = (getattr(module, name, None) for name in names)
+    return next((size for size in sizes if isinstance(size, int)), otherwise)
+
+
 class ModuleTree:
     """What holds each module; several may, such as a model and a list that a framework keeps of its layers.
 
@@ -63,7 +102,7 @@ class ModuleTree:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._holders: dict[int, list[Holder]] = {}
-        self._linears: dict[int, list[nn.Linear]] = {}
+        self._layers: dict[int, list[Layer]] = {}
         self.adapters: dict[int, Adapter] = {}
         for module in modules:
             children = module.__dict__.get("_modules", {})  # none before Module.__init__
@@ -92,11 +131,20 @@ class ModuleTree:
             ]
         return found
 
-    def linears(self, module: nn.Module) -> list[nn.Linear]:
-        """The linear layers below ``module``, in order."""
-        if id(module) not in self._linears:
-            self._linears[id(module)] = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-        return self._linears[id(module)]
+    def layers(self, module: nn.Module) -> list[Layer]:
+        """The layers below ``module``, in order."""
+        if id(module) not in self._layers:
+            held = [(sub, sub.__dict__.get("_parameters", {}).get("weight")) for sub in module.modules()]
+            self._layers[id(module)] = [Layer.of(*one) for one in held if one[1] is not None and _is_layer(*one)]
+        return self._layers[id(module)]
+
+    def beside(self, module: nn.Module) -> Iterator[tuple[nn.Module, Layer, list[Layer], list[Layer]]]:
+        """For each module that holds the layer ``module``: it, the layer, and the layers before and behind that."""
+        for parent, path in self.above(module, "weight"):
+            layers = self.layers(parent) if path.count(".") == 1 else []
+            for i, layer in enumerate(layers):
+                if layer.key == id(getattr(module, "weight", None)):
+                    yield parent, layer, layers[:i], layers[i + 1 :]
 
     def _holding(self, module: nn.Module) -> Iterator[Holder]:
         for holder, attribute in self._holders.get(id(module), ()):
@@ -186,14 +234,18 @@ def _halves_of_glu(
     if name != "weight" or form.num_heads != 1 or not isinstance(module, (nn.Linear, _ConvNd)):
         return None
     features = {-1} if isinstance(module, nn.Linear) else {1, 1 - param.ndim}
-    for holder, path in tree.above(module, name):
-        if not isinstance(holder, nn.Sequential) or path.count(".") != 1:
-            continue
-        layers = [layer for layer in holder if not isinstance(layer, (nn.Dropout, nn.Identity))]
-        following = dict(zip(map(id, layers), layers[1:], strict=False)).get(id(module))
-        if isinstance(following, nn.GLU) and following.dim in features and param.shape[0] % 2 == 0:
+    for unit in _following(tree, module):
+        if isinstance(unit, nn.GLU) and unit.dim in features and param.shape[0] % 2 == 0:
             return replace(form, parts=(param.shape[0] // 2,) * 2)
     return None
+
+
+def _following(tree: ModuleTree, module: nn.Module) -> Iterator[nn.Module]:
+    """What comes next in each ``Sequential`` that holds ``module``, behind what leaves each feature where it is."""
+    for holder, path in tree.above(module, "weight"):
+        if isinstance(holder, nn.Sequential) and path.count(".") == 1:
+            layers = [layer for layer in holder if not isinstance(layer, _IN_PLACE)]
+            yield from [after for layer, after in pairwise(layers) if layer is module]
 
 
 def stored_form(module: nn.Module, name: str, param: Tensor) -> MatrixSpec | None:
@@ -244,7 +296,7 @@ _DECLARED = (("get_input_embeddings", INPUT_EMBEDDING), ("get_output_embeddings"
 _BARE, _NO_STACK = "bare parameter", "not known to be a stack of matrices"
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _COUNTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
-_NO_WEIGHTS = ("bias", "scale", "norm")  # parts of names of what stands beside matrices
+_NO_WEIGHTS = ("bias", "scale", "norm", "_log")  # parts of names of what stands beside matrices
 _TABLES = ("emb", "pos", "table", "token", "latent", "prompt")  # parts of names of what is looked up or begun with
 
 
@@ -334,6 +386,14 @@ def _why_no_layer(tree: ModuleTree, module: nn.Module, name: str, param: Tensor,
     return f"{_BARE} of {kind}, not the weight of a layer"
 
 
+def _is_layer(module: nn.Module, weight: Tensor) -> bool:
+    """Whether it multiplies what it takes by this ``weight``, or by kernels that are matrices."""
+    of_class: Any = type(module)
+    if is_lazy(weight) or isinstance(module, EMBEDDINGS) or _is_no_layer(of_class):
+        return False
+    return weight.ndim == 2 or (isinstance(module, _ConvNd) and stored_form(module, "weight", weight) is not None)
+
+
 @cache
 def _is_no_layer(kind: Any) -> bool:
     return not issubclass(kind, (nn.Linear, _ConvNd)) and _NO_LAYERS.search(kind.__name__) is not None
@@ -383,16 +443,17 @@ def reparametrized(module: nn.Module, name: str) -> str | None:
 
 # -- what looks like several of which nothing is known: names are refused, sizes alone are told ------------------------
 
-# A name decides only together with a shape that is not square, and never says where the parts lie.
-_FUSED = (
-    *("qkv", "c_attn", "query_key_value", "queries_keys_values"),
-    *("key_value", "keys_values", "to_kv", "kv_proj", "kv_a_proj", "kv_b_proj", "wkv_a", "wkv_b"),
-    *("gate_up", "up_gate", "w12", "w13", "w1_w3"),
-    "in_proj",  # of state spaces: gates, inputs, states and time steps
+# A name decides only together with a shape that is not square, and never says where the parts lie. Words of a few
+# letters begin with one that no other letter precedes.
+_FUSED = re.compile(
+    "qkv|query_key_value|queries_keys_values|(?<![a-z])(c_attn|key_value|keys_values|to_kv|kv_proj|kv_[ab]_proj|wkv_[ab])"
 )
-_CONDITIONING = ("adaln", "modulation", "scale_shift", "shift_scale")  # of models of one's own: told, not refused
-_GLU = re.compile(r"(?i:glu)(?![a-z])")  # in names of classes, where it begins no other word
-_SHARES = (2, 3, 4)  # gate and up, or keys and values; queries, keys and values; those and a gate
+_UNLESS_TAKEN = re.compile(r"(?<![a-z])(in_proj|gate_up(?![a-z])|up_gate|w12|w13|w1_w3)")  # whole by a later layer
+_TOLD = re.compile(  # not refused; the latter of what a block is conditioned on
+    r"(?<![a-z])(w?kv|qk|fused_|ada(?!pt)|film)|_fused|adaln|modulation|scale_shift|shift_scale"
+)
+_GLU = re.compile(r"(?i:glu|gated_?linear_?unit)(?![a-z])")  # in names of classes, where it begins no other word
+SHARES = (2, 3, 4)  # gate and up, or keys and values; queries, keys and values; those and a gate
 
 
 def refusal(tree: ModuleTree, module: nn.Module, name: str, param: Tensor, fqn: str) -> str | None:
@@ -422,13 +483,13 @@ def looks_fused(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) -
     form = _form(module, name, param)
     if form is None:
         return False
-    if _is_meant(tree, module, name, param, form) or _is_named(tree, module, name, param, form, _CONDITIONING):
-        return True
-    if param.ndim == 3 and not form.flattened:
-        return _is_halved(module, name, param)
-    return isinstance(module, nn.Linear) and any(
-        path.count(".") == 1 and _is_shared_out(tree.linears(parent), module)
-        for parent, path in tree.above(module, name)
+    names = _names(tree, module, name)
+    return (
+        _is_meant(tree, module, name, param, form)
+        or (any(map(_TOLD.search, names)) and not _is_square(param, form) and not _is_taken(tree, module))
+        or (param.ndim == 3 and not form.flattened and _is_halved(module, name, param))
+        or any(_GLU.search(type(unit).__name__) for unit in _following(tree, module))
+        or any(_is_shared_out(layer, before, behind) for _, layer, before, behind in tree.beside(module))
     )
 
 
@@ -442,48 +503,51 @@ def _is_meant(tree: ModuleTree, module: nn.Module, name: str, param: Tensor, for
     adapter = tree.adapters.get(id(module)) if tree.adapters else None
     if adapter is not None and adapter.behind:
         module, name = adapter.layer
-    is_listed = _listed(tree, module, name) is not None
-    return is_listed or _is_named(tree, module, name, param, form, _FUSED) or _is_of_glu(tree, module)
+    if _listed(tree, module, name) is not None or _is_of_glu(tree, module):
+        return True
+    names = [] if _is_square(param, form) else _names(tree, module, name)
+    return any(map(_FUSED.search, names)) or (any(map(_UNLESS_TAKEN.search, names)) and not _is_taken(tree, module))
 
 
-def _is_named(
-    tree: ModuleTree, module: nn.Module, name: str, param: Tensor, form: MatrixSpec, hints: tuple[str, ...]
-) -> bool:
-    if (param.ndim == 2 or form.flattened) and param.shape[0] == prod(param.shape[1:]):
-        return False
-    names = [name] if name != "weight" else _names(tree, module)
-    return any(hint in held.lower() for hint in hints for held in names)
+def _is_square(param: Tensor, form: MatrixSpec) -> bool:
+    return (param.ndim == 2 or form.flattened) and param.shape[0] == prod(param.shape[1:])
 
 
-def _names(tree: ModuleTree, module: nn.Module) -> list[str]:
-    """What a layer is called, and what modules are called in which it is the only one, such as one with its norm."""
+def _names(tree: ModuleTree, module: nn.Module, name: str) -> list[str]:
+    """What a parameter or its layer is called, and modules and their classes that have no other layer."""
+    if name != "weight":
+        return [name.lower()]
     found = []
-    for parent, path in tree.above(module, "weight"):
-        name, _, rest = path.partition(".")
-        inner = parent._modules[name].modules() if rest else ()  # type: ignore[union-attr]
-        if rest == "weight" or sum(isinstance(layer, (nn.Linear, _ConvNd)) for layer in inner) == 1:
-            found.append(name)
-    return found
+    for parent, path in tree.above(module, name):
+        held, _, rest = path.partition(".")
+        found += [type(parent).__name__] if len(tree.layers(parent)) < 2 else []
+        found += [held] if rest == name or (rest and len(tree.layers(getattr(parent, held))) < 2) else []
+    return [one.lower() for one in found]
 
 
 def _is_of_glu(tree: ModuleTree, module: nn.Module) -> bool:
-    """Whether it is the layer of a gated linear unit that has no other one for its gates."""
-    if not isinstance(module, nn.Linear) or module.out_features % 2:
-        return False
-    for unit, path in tree.above(module, "weight"):
-        if path.count(".") == 1 and _GLU.search(type(unit).__name__):
-            others = [layer for layer in tree.linears(unit) if layer is not module]
-            alike = any((m.in_features, m.out_features) == (module.in_features, module.out_features) for m in others)
-            return not alike and not any(layer.in_features == module.out_features for layer in others)
+    """Whether it is the first layer of a gated linear unit that has no other one for its gates."""
+    for unit, layer, before, behind in tree.beside(module):
+        if _GLU.search(type(unit).__name__) and not before and layer.gives % 2 == 0:
+            sides = layer.takes, layer.gives
+            return all((other.takes, other.gives) != sides and other.takes != layer.gives for other in behind)
     return False
 
 
-def _is_shared_out(linears: Sequence[nn.Linear], module: nn.Linear) -> bool:
-    """Whether a later one of ``linears`` takes an equal part of what this one gives, and none takes all."""
-    if any(layer.in_features == module.out_features and layer is not module for layer in linears):
+def _is_taken(tree: ModuleTree, module: nn.Module) -> bool:
+    """Whether a later layer beside it takes all that it gives."""
+    return any(other.takes == layer.gives for _, layer, _, behind in tree.beside(module) for other in behind)
+
+
+def _is_shared_out(layer: Layer, before: Sequence[Layer], behind: Sequence[Layer]) -> bool:
+    """Whether a later layer gives back what this one takes, of an equal part of what it gives, and none takes all.
+
+    Of the next layer it may be any part: queries beside fewer keys and values, or beside a layer that feeds forward.
+    """
+    if any(other.takes == layer.gives for other in (*before, *behind)):
         return False
-    later = {(layer.in_features, layer.out_features) for layer in linears[linears.index(module) + 1 :]}
-    return any((module.out_features / share, module.in_features) in later for share in _SHARES)
+    shares = [layer.gives / max(1, other.takes) if other.gives == layer.takes else 0.0 for other in behind]
+    return any(share in SHARES for share in shares) or any(share > 1 for share in shares[:1])
 
 
 def _is_halved(module: nn.Module, name: str, param: Tensor) -> bool:

@@ -20,8 +20,8 @@ from dmuon.model.blocks import (
     NamedModule,
     blocks_by_module,
     canonical_fqn,
+    find_end_convolutions,
     find_end_layers,
-    find_input_convolution,
     given_blocks,
     layers_of,
     own_blocks,
@@ -228,7 +228,7 @@ def _route(
     if blocks is not None and not whole:
         within, left = _INSIDE, _outside(params, found or [])
     elif stacks is not None:
-        within, left = _INSIDE, find_input_convolution(layers, embedded) | _outside(params, stacks)
+        within, left = _INSIDE, find_end_convolutions(layers, embedded) | _outside(params, stacks)
     else:
         within, left = "of a hidden layer", find_end_layers(layers, embedded, heads)
     hidden = _hidden(params, makeups, embeddings, within, left)

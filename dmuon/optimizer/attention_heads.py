@@ -27,7 +27,7 @@ _FUSED_LATER = (("to_qkv[0]", "to_qkv[1]"), ("to_q", "to_kv[0]"))  # of diffuser
 _OTHERWISE = ("CodeGen",)  # classes with the same names and another order
 _HEAD_DIM = "head_dim|attention_head_size|head_size|dim_head|key_value_proj_dim"
 _NUM_HEADS = "num_heads|num_attention_heads|n_heads|n_head|heads"
-_NORM = re.compile(r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer)?_?norm_?(q|k|query|key)", re.IGNORECASE)
+_NORM = re.compile(r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer)?_?(norm|ln)_?(q|k|query|key)", re.IGNORECASE)
 _QUERIES_KEYS = frozenset({"q", "k", "qkv", "query", "key", "queries", "keys"})  # words of names of what makes them
 SAY_WHERE = "heads={'name of the module': dmuon.AttentionHeads(query=…, key=…, num_heads=…)}"
 
@@ -77,8 +77,8 @@ def attention_modules(model: nn.Module, heads: Mapping[str, AttentionHeads] | No
                     f"QKClip: {name!r} ({type(module).__name__}) makes queries or keys by {other!r} too, and would be "
                     f"scaled at {spec.query!r} and {spec.key!r} alone; name what is to be clipped: {SAY_WHERE}"
                 )
-        for child, norm in module.named_children() if spec is not None and not spec.shared_rotary else ():
-            if _NORM.fullmatch(child) and not isinstance(norm, nn.Identity):
+        for child, norm in module.named_modules() if spec is not None and not spec.shared_rotary else ():
+            if _NORM.fullmatch(child.rpartition(".")[2]) and not isinstance(norm, nn.Identity):
                 raise ValueError(
                     f"QKClip: {name!r} normalizes queries or keys by {child!r}, which undoes any scaling of their rows "
                     f"and bounds logits by itself; leave the module out, by naming the others: {SAY_WHERE}"

@@ -79,6 +79,10 @@ KNOWN: dict[str, tuple[nn.Module, str, MatrixSpec]] = {
     "before GLU": (
         nn.Sequential(linear(D, 2 * H), nn.Dropout(), nn.GLU(), linear(H, D)), "0.weight", MatrixSpec((H, H)),
     ),
+    "before GLU, and a norm": (
+        nn.Sequential(nn.Conv1d(D, 2 * D, 1), nn.GroupNorm(1, 2 * D), nn.GLU(dim=1)), "0.weight",
+        MatrixSpec((D, D), flattened=True),
+    ),
     "before GLU, a kernel": (
         nn.Sequential(nn.Conv1d(D, 2 * D, 1), nn.GLU(dim=1)), "0.weight", MatrixSpec((D, D), flattened=True),
     ),
@@ -142,6 +146,26 @@ def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path
         (of("MLP", one=linear(D, 2 * H), two=linear(H, D)), "one.weight", False),
         (of("Experts", w1=bare(3, 2 * H, D), w2=bare(3, D, H)), "w1", False),
         (of("Experts", w1=bare(3, D, 2 * H), w2=bare(3, H, D)), "w1", False),
+        (of("GatedLinearUnit", fc=linear(D, 2 * D)), "fc.weight", True),
+        (of("Attention", Wq=linear(), Wkv=linear(D, D // 2), out=linear()), "Wkv.weight", False),
+        (of("Attention", one=linear(D, D + 4), two=linear()), "one.weight", False),  # fewer keys and values
+        (of("Block", linear1=linear(D, 7 * D), linear2=linear(5 * D, D)), "linear1.weight", False),
+        (of("Block", fused_in=linear(D, 7 * D + 2), last=linear(4 * D, 3)), "fused_in.weight", False),
+        (node(img_mod=of("Modulation", lin=linear(D, 6 * D))), "img_mod.lin.weight", False),
+        (of("Block", ada_lin=nn.Sequential(nn.SiLU(), linear(D, 6 * D))), "ada_lin.1.weight", False),
+        (nn.Sequential(linear(D, 2 * H), of("SwiGLU")), "0.weight", False),
+        (node(up=of("ParallelLinear", weight=bare(2 * H, D)), down=linear(H, D)), "up.weight", False),
+        (
+            node(a=nn.Conv2d(D, 2 * D, 1), b=nn.Conv2d(2 * D, 2 * D, 3, groups=2 * D), c=nn.Conv2d(D, D, 1)),
+            "a.weight", False,
+        ),
+        (of("SwiGLU", w1=linear(D, H), w2=linear(D, H), w3=linear(H, 12)), "w3.weight", None),
+        (of("MLP", in_proj=linear(D, H), out_proj=linear(H, D)), "in_proj.weight", None),
+        (of("MLP", proj_up_gate=linear(D, H), proj_up=linear(D, H), down=linear(H, D)), "proj_up_gate.weight", None),
+        (of("MLA", kv_down=linear(D, 4), k_up=linear(4, D), v_up=linear(4, D)), "kv_down.weight", None),
+        (of("Block", protein_proj=linear(H, D)), "protein_proj.weight", None),
+        (of("Block", group_gate=linear(D, 4)), "group_gate.weight", None),
+        (of("Block", enc_attn=linear(D, 1)), "enc_attn.weight", None),
         (of("Attention", q=linear(), k=linear(D, D // 2), v=linear(D, D // 2), o=linear()), "k.weight", None),
         (nn.Sequential(linear(), nn.ReLU(), linear(D, 2 * D)), "2.weight", None),
         (of("SwiGLU", w1=linear(D, H), w3=linear(D, H), w2=linear(H, D)), "w1.weight", None),

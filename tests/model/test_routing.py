@@ -155,6 +155,16 @@ def test_unusual_linear_layers_inside_a_block_go_to_muon() -> None:
 # -- blocks -------------------------------------------------------------------------------------------------------
 
 
+def test_convolutions_of_blocks_that_take_the_input_or_give_the_output_are_not_hidden() -> None:
+    first = node(conv=nn.Conv1d(3, D, 3), shortcut=nn.Conv1d(3, D, 1))
+    model = node(h=nn.ModuleList([first, node(conv=nn.Conv1d(D, D, 3)), node(conv=nn.Conv1d(D, 1, 7))]))
+    assert muon(model) == {"h.1.conv.weight": "h.1"}
+    reasons = {name: route.reason for name, route in routes(model).items() if not route.muon and route.param.ndim > 1}
+    assert reasons == {f"h.0.{name}.weight": "input layer" for name in ("conv", "shortcut")} | {
+        "h.2.conv.weight": "output layer"
+    }
+
+
 class Small(Called):
     def __init__(self) -> None:
         super().__init__()
@@ -512,7 +522,9 @@ BARE_MODELS: dict[str, tuple[Callable[[], nn.Module], set[str], bool]] = {
         lambda: node(w=bare(D, D), vw=bare(D, D), odd=node(w=bare(7, D)), head=linear(D, V)), {"w", "vw"}, True,
     ),
     "some layers": (
-        lambda: node(h=stack(lambda: node(q=linear(), up=bare(4 * D, D), a_log=bare(D, 5), mu=bare(169, 3)))),
+        lambda: node(h=stack(lambda: node(
+            q=linear(), up=bare(4 * D, D), A_log=bare(D, 5), A_b_log=bare(D, 5), mu=bare(169, 3)
+        ))),
         {"h.0.up", "h.1.up"}, False,
     ),
 }  # fmt: skip

@@ -23,7 +23,7 @@ Cut = Callable[[Tensor], list[Tensor]]
 def layer() -> nn.Module:
     """One of each kind; nothing runs."""
     return node(
-        stem=nn.Conv2d(3, 4, 1),  # is on AdamW in the first block, where it takes the input
+        stem=nn.Conv2d(3, 4, 1),  # is on AdamW, since it takes the input
         gpt2=of("GPT2Attention", c_attn=Conv1D(3 * D, D)),
         bloom=of("BloomAttention", query_key_value=linear(D, 3 * D), **HEADS),
         torch=nn.MultiheadAttention(D, 2, bias=False),
@@ -58,16 +58,16 @@ CUTS: dict[str, Cut] = {
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "ns_coefficients": "classic"}
 
 
-def matrices(model: nn.Module, *, first_stem: bool) -> list[tuple[str, nn.Parameter, Cut]]:
+def matrices(model: nn.Module, *, stems: bool) -> list[tuple[str, nn.Parameter, Cut]]:
     return [
         (name, param, CUTS[name.split(".", 2)[2]])
         for name, param in model.named_parameters()
-        if name.split(".", 2)[2] in CUTS and (first_stem or name != "h.0.stem.weight")
+        if name.split(".", 2)[2] in CUTS and (stems or not name.endswith("stem.weight"))
     ]
 
 
 def of_groups(model: nn.Module) -> Any:
-    chosen = {id(p) for _, p, _ in matrices(model, first_stem=False)}
+    chosen = {id(p) for _, p, _ in matrices(model, stems=False)}
     return [
         {"params": [p for p in model.parameters() if id(p) in chosen], "use_muon": True},
         {"params": [p for p in model.parameters() if id(p) not in chosen], "use_muon": False},
@@ -88,7 +88,7 @@ HANDED_OVER: dict[str, Callable[[nn.Module], Any]] = {
 def test_each_matrix_of_a_fused_tensor_is_updated_on_its_own(how: str) -> None:
     torch.manual_seed(0)
     model = node(h=stack(layer))
-    chosen = matrices(model, first_stem=how in ("parameters", "names"))
+    chosen = matrices(model, stems=how in ("parameters", "names"))
     twin = Twin([], OPTIONS["lr"], OPTIONS["weight_decay"])
     for _, param, cut in chosen:
         twin.add(param.detach().clone(), cut)

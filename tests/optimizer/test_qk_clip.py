@@ -495,6 +495,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "heads": (lambda: muon(build("mha"), **_known(heads=3)), "has 16 rows of queries and 16 of keys, which"),
     "fused": (lambda: muon(build("interleaved"), **_known("query_key_value", "v")), "has no matrix 'v'"),
     "norm": (lambda: muon(_with_norm(build("mha"))), "'blocks.1.attn' normalizes queries or keys by 'q_norm'"),
+    "norm of both": (
+        lambda: muon(_with_child("norm", node(ln_q=nn.RMSNorm(HEAD)))),
+        "normalizes queries or keys by 'norm.ln_q'",
+    ),
     "added": (
         lambda: muon(_with_child("add_q_proj", nn.Linear(WIDTH, WIDTH))),
         "'blocks.1.attn' .Apart. makes queries or keys by 'add_q_proj' too",

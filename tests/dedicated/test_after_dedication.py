@@ -14,7 +14,7 @@ import torch.nn as nn
 from harness.assertions import about, assert_equal_weights, assert_same_tensors
 from harness.dedicated_toy import dedicate, dedicated, default_mesh
 from harness.heard import heard
-from harness.network import Network, full_state, loss_of, shard_blocks
+from harness.network import Network, full_state, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, WIDTH, batch, build, train, trained
@@ -110,6 +110,10 @@ def test_parameters_from_before_are_refused_where_they_would_be_trained(rank: in
         kept[3].sum().backward()
 
 
+def double_in_place(weight: Tensor) -> None:
+    weight.data *= 2  # which sets the attribute, too
+
+
 EDITS: list[tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] = [  # and what they make of the first weight
     (lambda w: w.data.mul_(2), lambda w: 2 * w),
     (lambda w: w.mul_(0.5), lambda w: w),
@@ -117,6 +121,7 @@ EDITS: list[tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] = [  # a
     (lambda w: w.data.detach().add_(1.0), lambda w: 0 * w + 1),
     (lambda w: torch._foreach_mul_([w], 3.0), lambda w: 0 * w + 3),
     (lambda w: w.fill_(0.25), lambda w: 0 * w + 0.25),
+    (double_in_place, lambda w: 0 * w + 0.5),
 ]
 
 
@@ -133,6 +138,22 @@ def test_edits_in_place_reach_the_next_forward(rank: int, world: int, keep: bool
             alone.blocks[0].mix.weight.copy_(value(start))
             with about(f"edit {number}"):
                 torch.testing.assert_close(model(tokens), alone(tokens))
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["reshard", "keep"])
+@on_ranks(2)
+def test_gradients_are_scaled_by_their_data_in_place(rank: int, world: int, options: dict[str, Any]) -> None:
+    model, alone = dedicated(**options), build()
+    for one, data in ((model, shard(batch(0), rank, world)), (alone, batch(0))):
+        loss_of(one, *data).backward()
+        for param in one.parameters():
+            assert param.grad is not None
+            param.grad.data *= 3
+    for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.norm(), expected.grad.norm())
+    first, second = (block.mix.weight for block in model.blocks[:2])
+    with pytest.raises(RuntimeError, match=r"the data of 'blocks\.0\.mix\.weight\.grad', .* cannot be replaced"):
+        first.grad.data = second.grad.data
 
 
 ODD_BUFFERS: dict[str, Tensor] = {

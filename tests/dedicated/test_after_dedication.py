@@ -156,6 +156,19 @@ def test_gradients_are_scaled_by_their_data_in_place(rank: int, world: int, opti
         first.grad.data = second.grad.data
 
 
+@on_ranks(2)
+def test_layers_that_come_later_are_routed_as_in_one_process(rank: int, world: int) -> None:
+    """A layer by a name that dedication did not know: its matrices are Muon's all the same."""
+    found = []
+    for model in (dedicated(), build()):
+        data = (rank, world) if dmuon.owned_parameters(model) else (0, 1)
+        train(model, dmuon.Muon(model, **OPTIONS), range(1), *data)
+        model.blocks.append(build(seed=3).blocks[0])
+        train(model, dmuon.Muon(model, **OPTIONS), range(1, 4), *data)
+        found.append(full_state(model))
+    assert_equal_weights(*found)
+
+
 ODD_BUFFERS: dict[str, Tensor] = {
     "bool": torch.tensor([True, False]),
     "int16": torch.ones(3, dtype=torch.int16),

@@ -306,6 +306,7 @@ class Runtime:
             # A recomputation goes backward from this block: what comes next in forward is not needed.
             self._unshard(block, Phase.FORWARD, {} if recomputes else self.following)
             if trains:
+                block.generation = self.generation
                 # Without a boundary, where no input needs a gradient, the end of the backward releases the block.
                 given = (args, *kwargs.values())
                 given, is_marked = mark_boundary(given, partial(self._post_backward, block))
@@ -347,7 +348,6 @@ class Runtime:
             return None
         if returned:
             block.buffer.awaited.add(block.name)
-        block.generation = self.generation
         hook = partial(self._pre_backward, block, self.generation)
         if len(devices) > 1:
             # A thread for each device would enter the block, on each rank in another order.

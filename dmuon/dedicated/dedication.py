@@ -391,9 +391,9 @@ class Dedicated(Residency):
                 present.add(id(param))
         if runtime.was_entered and not present and all(matrix.rest.grad is None for matrix in runtime.matrices()):
             raise RuntimeError(
-                f"backward came through the block of {next(runtime.matrices()).fqn!r}, and no parameter that "
-                "dmuon owns has a gradient: backward(inputs=…) cannot name them, since graphs know the whole weights "
-                "instead; call backward() without inputs, and freeze what is not to be trained"
+                f"backward came through the block of {next(runtime.matrices()).fqn!r}, and no parameter that dmuon "
+                "owns has a gradient: backward(inputs=…) and autograd.grad cannot name them, since graphs know the "
+                "whole weights instead; call backward() without inputs, and freeze what is not to be trained"
             )
         # The vote of the next backward tells: this step has none.
         missing: list[str] = []

@@ -127,12 +127,6 @@ def places_in(model: nn.Module) -> dict[str, object]:
     return {f"place of {name!r} in a list": one.place(module) for name, module, one in found if one is not None}
 
 
-def undedicated(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of ``module``, by name, that lie outside every dedicated model in it."""
-    inside = {id(p) for part in module.modules() if dedication_of(part) is not None for p in part.parameters()}
-    return [(name, p) for name, p in module.named_parameters() if id(p) not in inside]
-
-
 def require_dedicated(model: nn.Module) -> list[Dedication]:
     """:func:`dedications`, at least one.
 
@@ -397,9 +391,9 @@ class Dedicated(Residency):
                 present.add(id(param))
         if runtime.was_entered and not present and all(matrix.rest.grad is None for matrix in runtime.matrices()):
             raise RuntimeError(
-                f"backward came through the block of {next(runtime.matrices()).fqn!r}, and no parameter that "
-                "dmuon owns has a gradient: backward(inputs=…) cannot name them, since graphs know the whole weights "
-                "instead; call backward() without inputs, and freeze what is not to be trained"
+                f"backward came through the block of {next(runtime.matrices()).fqn!r}, and no parameter that dmuon "
+                "owns has a gradient: backward(inputs=…) and autograd.grad cannot name them, since graphs know the "
+                "whole weights instead; call backward() without inputs, and freeze what is not to be trained"
             )
         # The vote of the next backward tells: this step has none.
         missing: list[str] = []

@@ -243,6 +243,8 @@ class OwnedTensor(SavedInBoxes, DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if isinstance(value, OwnedTensor) and local_tensor(value).is_set_to(local_tensor(self)):
+            return  # `p.data *= 2` sets what it has written to
         # Tensor's own setter would change the wrapper and leave the weights as they are.
         raise RuntimeError(f"the data of {self.fqn!r}, which is owned by dmuon, cannot be replaced; {_REMEDY}")
 

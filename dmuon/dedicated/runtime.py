@@ -40,7 +40,7 @@ from dmuon.dedicated.buffer import BufferState, GradState, Publications
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_state import state_of
-from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.owned_tensor import REDUCED_GRAD, OwnedTensor
 from dmuon.dedicated.replicated import GradAverager, ManagedModules
 from dmuon.kernels import is_capturing, streams_of
 from dmuon.layout.topology import GlobalRank
@@ -146,10 +146,11 @@ class Runtime:
         return self.by_rest[id(param)].full.grad if waits else None
 
     def drop_waiting(self, param: OwnedTensor) -> None:
-        """Forget that: the user has cleared or replaced the gradient."""
-        self.was_entered = False
+        """Forget that: the user has cleared or replaced the gradient; no backward has left one where there is none."""
         buffer = self._buffer_of.get(id(param))
-        if buffer is not None and buffer.gradients is GradState.WAITING:
+        waits = buffer is not None and buffer.gradients is GradState.WAITING
+        self.was_entered = self.was_entered and not waits and REDUCED_GRAD.__get__(param) is None
+        if waits:
             self.by_rest[id(param)].full.grad = None
 
     def require(self, *, sync: bool | None = None, all_reduce: bool | None = None) -> None:
@@ -311,6 +312,7 @@ class Runtime:
             # A recomputation goes backward from this block: what comes next in forward is not needed.
             self._unshard(block, Phase.FORWARD, {} if recomputes else self.following)
             if trains:
+                block.generation = self.generation
                 # Without a boundary, where no input needs a gradient, the end of the backward releases the block.
                 given = (args, *kwargs.values())
                 given, is_marked = mark_boundary(given, partial(self._post_backward, block))
@@ -352,7 +354,6 @@ class Runtime:
             return None
         if returned:
             block.buffer.awaited.add(block.name)
-        block.generation = self.generation
         hook = partial(self._pre_backward, block, self.generation)
         if len(devices) > 1:
             # A thread for each device would enter the block, on each rank in another order.

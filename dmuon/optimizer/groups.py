@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from dmuon.dedicated.dedication import dedication_of, dedications, undedicated
+from dmuon.dedicated.dedication import dedication_of, dedications
 from dmuon.dedicated.matrix import require_resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
@@ -83,30 +83,31 @@ def _remember(routes: Iterable[Route]) -> None:
 def _routed_around(model: nn.Module) -> list[tuple[Tensor, bool]]:
     """Every parameter of a dedicated model, or of one that holds some, and whether Muon takes it.
 
-    There as dedication routed it, which did not own what was frozen; outside by policy.
+    There as dedication routed it, which did not own what was frozen; outside, and what came later, by policy.
     """
     dedicated = ((root, dedication_of(root)) for root in model.modules())
     routed = [route for root, one in dedicated if one is not None for route in one.routes(root)]
     _remember(routed)  # FSDP2 may have put other parameters there since
     inside = {id(route.param): route.muon for route in routed}
-    outside = undedicated(model)
-    if not outside:
-        return [(p, inside.get(id(p), False)) for p in model.parameters()]
-    _require_averaged(model, outside)
-    free = {id(p) for _, p in outside}
+    free = {id(p) for p in model.parameters() if not isinstance(p, OwnedTensor)} - inside.keys()
+    if not free:
+        return [(p, inside.get(id(p), True)) for p in model.parameters()]
+    _require_averaged(model)
 
     def choose(_fqn: str, _module: nn.Module, param: nn.Parameter) -> bool | MatrixSpec | EllipsisType:
         if id(param) in free:
             return ...
-        return spec_of(param) if inside.get(id(param), False) else False
+        return spec_of(param) if inside.get(id(param), True) else False
 
     routes = route_parameters(model, choose)
     _remember(route for route in routes if id(route.param) in free)
     return [(route.param, route.muon) for route in routes]
 
 
-def _require_averaged(model: nn.Module, outside: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise ValueError if parameters ``outside`` a dedicated model would become others on every rank."""
+def _require_averaged(model: nn.Module) -> None:
+    """Raise ValueError if parameters outside every dedicated model in it would become others on every rank."""
+    inside = {id(p) for part in model.modules() if dedication_of(part) is not None for p in part.parameters()}
+    outside = [(name, p) for name, p in model.named_parameters() if id(p) not in inside]
     ranks = max(len(dedication.runtime.comm.ranks) for dedication in dedications(model))
     copied = replicated_by_ddp(p for _, p in outside)
     alone = [n for n, p in outside if p.requires_grad and not isinstance(p, DTensor) and id(p) not in copied]

@@ -14,10 +14,10 @@ import torch.nn as nn
 from harness.assertions import about, assert_equal_weights, assert_same_tensors
 from harness.dedicated_toy import dedicate, dedicated, default_mesh
 from harness.heard import heard
-from harness.network import Network, full_state, loss_of, shard_blocks
+from harness.network import Network, full_state, loss_of, shard, shard_blocks
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
-from harness.toy import OPTIONS, WIDTH, batch, build, trained
+from harness.toy import OPTIONS, WIDTH, batch, build, train, trained
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -94,6 +94,35 @@ def test_parameters_from_before_are_refused_where_they_would_be_trained(rank: in
             use()
     with pytest.raises(RuntimeError, match=r"'blocks\.0\.mix\.weight' before dedicate_params got a gradient"):
         kept[3].sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["reshard", "keep"])
+@on_ranks(2)
+def test_gradients_are_scaled_by_their_data_in_place(rank: int, world: int, options: dict[str, Any]) -> None:
+    model, alone = dedicated(**options), build()
+    for one, data in ((model, shard(batch(0), rank, world)), (alone, batch(0))):
+        loss_of(one, *data).backward()
+        for param in one.parameters():
+            assert param.grad is not None
+            param.grad.data *= 3
+    for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.norm(), expected.grad.norm())
+    first, second = (block.mix.weight for block in model.blocks[:2])
+    with pytest.raises(RuntimeError, match=r"the data of 'blocks\.0\.mix\.weight\.grad', .* cannot be replaced"):
+        first.grad.data = second.grad.data
+
+
+@on_ranks(2)
+def test_layers_that_come_later_are_routed_as_in_one_process(rank: int, world: int) -> None:
+    """A layer by a name that dedication did not know: its matrices are Muon's all the same."""
+    found = []
+    for model in (dedicated(), build()):
+        data = (rank, world) if dmuon.owned_parameters(model) else (0, 1)
+        train(model, dmuon.Muon(model, **OPTIONS), range(1), *data)
+        model.blocks.append(build(seed=3).blocks[0])
+        train(model, dmuon.Muon(model, **OPTIONS), range(1, 4), *data)
+        found.append(full_state(model))
+    assert_equal_weights(*found)
 
 
 ODD_BUFFERS: dict[str, Tensor] = {

@@ -13,8 +13,10 @@ import torch
 import torch.nn as nn
 from harness.assertions import about
 from harness.dedicated_toy import dedicate
+from harness.network import shard
 from harness.on_ranks import on_ranks
 from harness.topologies import lay
+from harness.toy import batch, build
 from programs.left_behind import auxiliary_loss, model_of
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -214,3 +216,27 @@ def test_a_forward_that_raises_leaves_no_weights_behind(rank: int, world: int) -
         auxiliary_loss(model, 0, rank, world)
     handle.remove()
     assert sum(storage.nbytes() for storage in block.buffer.storages) == 0
+
+
+@pytest.mark.parametrize("layout", ["1d-two-lines", "ddp-2"])
+@on_ranks(2)
+def test_features_of_a_forward_that_was_broken_off_are_differentiated(rank: int, world: int, layout: str) -> None:
+    """Programs end a forward by an exception once they have what they want."""
+    model, found = build(), []
+    lay(layout, model)
+    for one, data in ((model, shard(batch(0), rank, world)), (alone := build(), batch(0))):
+
+        def take(_module: nn.Module, _args: Any, features: Tensor) -> None:
+            found.append(features)
+            raise StopIteration
+
+        handle = one.blocks[1].down.register_forward_hook(take)
+        with contextlib.suppress(StopIteration):
+            one(data[0])
+        handle.remove()
+        found.pop().square().mean().backward()
+    for name, param in alone.named_parameters():
+        grad = model.get_parameter(name).grad
+        assert (grad is None) == (param.grad is None), name
+        if param.grad is not None:
+            torch.testing.assert_close(grad.norm(), param.grad.norm())

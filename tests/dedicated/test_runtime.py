@@ -128,7 +128,15 @@ def test_misuse_is_named(rank: int, world: int) -> None:
         assert len(dmuon.owned_parameters(model)) == 9
     optimizer.zero_grad()
     model(batch(0)[0]).sum().backward(inputs=list(model.parameters()))
-    with pytest.raises(RuntimeError, match=r"no parameter that dmuon owns has a gradient: backward\(inputs=…\)"):
+    told = r"no parameter that dmuon owns has a gradient: backward\(inputs=…\) and autograd\.grad"
+    with pytest.raises(RuntimeError, match=told):
+        optimizer.step()
+    optimizer.zero_grad()
+    params = list(model.parameters())
+    grads = torch.autograd.grad(model(batch(0)[0]).sum(), params, allow_unused=True)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    with pytest.raises(RuntimeError, match=told):
         optimizer.step()
     computed = {"blocks.0.up.weight": model.get_parameter("blocks.0.up.weight") * 2}
     with pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.weight' was replaced in its module after dedicate_params"):

@@ -500,12 +500,19 @@ def clipped(model: nn.Module, optimizer: Any, loss: Loss, *, by: str) -> None:
 
 
 WEIGHT = "blocks.0.mix.weight"
+
+
+def double(weight: Tensor) -> None:
+    weight.data *= 2  # which sets the attribute, too
+
+
 EDITS: list[Callable[[Tensor], Any]] = [
     lambda w: w.data.mul_(2),
     lambda w: nn.init.zeros_(w),
     lambda w: w.data.detach().add_(0.1),
     lambda w: torch._foreach_mul_([w], 3.0),
     lambda w: w.fill_(0.25),
+    double,
 ]
 
 

@@ -16,10 +16,10 @@ from harness.pool import RankPool
 
 # Folders that take long, in the order in which several processes begin them, so that these end at about the same time.
 LONGEST_FIRST = (
+    "frameworks",
     "bench",
     "parity",
     "cli",
-    "frameworks",
     "optimizer",
     "dedicated",
     "step",

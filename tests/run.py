@@ -19,6 +19,7 @@ from pathlib import Path
 AT_ONCE = 3
 POLL_SECONDS = 0.2
 NO_TESTS = 5  # pytest's exit status where nothing was selected
+FRAMEWORKS = "tests/frameworks"  # whose imports take long, and are in the first process alone
 ORDER = ("failed", "passed", "skipped", "xfailed", "xpassed", "error")
 
 
@@ -33,6 +34,7 @@ def start(number: int, expression: str, arguments: list[str], folder: Path) -> s
         "-o",
         f"cache_dir=.pytest_cache/{number}",
         f"--claims={folder}",
+        *([f"--ignore={FRAMEWORKS}"] if number else []),
         *arguments,
     ]
     with log_of(number, folder).open("wb") as output:

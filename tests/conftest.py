@@ -7,12 +7,26 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from harness import polling
 from harness.pool import RankPool
-from run import FIRST_HALF, PROGRAMS, WITHOUT_RANKS
+
+# Folders that take long, in the order in which several processes begin them, so that these end at about the same time.
+LONGEST_FIRST = (
+    "frameworks",
+    "bench",
+    "parity",
+    "cli",
+    "optimizer",
+    "dedicated",
+    "step",
+    "streams",
+    "examples",
+    "programs",
+)
 
 _cache = pytest.StashKey[str]()
 
@@ -30,17 +44,57 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_cache], ignore_errors=True)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# -- processes that share a run: see tests/run.py ------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--claims", type=Path, help="a folder of the files that one of several processes has taken")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--claims") is not None:
+        items.sort(key=lambda item: _place(item.path.parent.name))
+
+
+def _place(folder: str) -> int:
+    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the files that no other process has taken. One runs in one process, for fixtures that are its own."""
+    claims: Path | None = session.config.getoption("--claims")
+    if claims is None or session.testsfailed or session.config.option.collectonly:
+        return None
+    ours = _claimed(session.items, claims)
+    item = next(ours, None)
+    while item is not None:
+        following = next(ours, None)  # by which pytest knows how long fixtures live
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = following
+    return True
+
+
+def _claimed(items: list[pytest.Item], claims: Path) -> Iterator[pytest.Item]:
+    ours: dict[Path, bool] = {}
     for item in items:
-        folder = item.path.parent.name
-        given = getattr(getattr(item, "callspec", None), "params", {})  # a test of the planner may call a number so
-        if "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in given:
-            item.add_marker("ranks")
-            if folder in WITHOUT_RANKS:  # tests/run.py would never collect it
-                raise pytest.UsageError(f"{item.nodeid} asks for ranks: take {folder} out of run.WITHOUT_RANKS")
-        if folder in (*FIRST_HALF, *PROGRAMS):
-            item.add_marker("programs" if folder in PROGRAMS else "first_half")
+        if item.path not in ours:
+            ours[item.path] = _claim(claims / "_".join(item.path.parts[1:]))
+        if ours[item.path]:
+            yield item
+
+
+def _claim(path: Path) -> bool:
+    """Whether no other process has taken it before."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,7 @@
-"""Runs the suite as four pytest processes: programs, two halves of the tests on ranks, and those of one process.
+"""Runs the suite as several pytest processes side by side, each of which takes the next file that no other has taken.
 
-Three run side by side, the fourth when the first of them has ended. Ranks wait for each other much of the time, and the
-other tests use the cores meanwhile. Arguments are pytest's. The output of one process comes as its tests run, that of
-the others when all have ended, and then one closing line.
+Ranks wait for each other much of the time, so there are more processes than cores. Arguments are pytest's. The output
+of one process comes as its tests run, that of the others when all have ended, and then one closing line.
 """
 
 from __future__ import annotations
@@ -20,64 +19,46 @@ from pathlib import Path
 AT_ONCE = 3
 POLL_SECONDS = 0.2
 NO_TESTS = 5  # pytest's exit status where nothing was selected
-PROGRAMS = ("bench", "cli", "examples", "frameworks", "programs")  # folders of tests that start programs
-WITHOUT_RANKS = ("kernels", "model", "simulation", "solver")  # folders in which no test asks for ranks
-FIRST_HALF = ("dedicated", "parity", "planning", "pretend", "streams")  # folders; the other half takes about as long
-# In the order in which they start.
-PARTS = {
-    "programs": "programs",
-    "first": "ranks and first_half",
-    "second": "ranks and not first_half and not programs",
-    "one-process": "not ranks and not programs",
-}
-SHOWN = "first"
-# What a part collects, unless paths are given: collecting takes seconds.
-FOLDERS = {
-    "programs": [f"tests/{folder}" for folder in PROGRAMS],
-    "first": [f"tests/{folder}" for folder in FIRST_HALF],
-    "second": [f"--ignore=tests/{folder}" for folder in (*FIRST_HALF, *PROGRAMS, *WITHOUT_RANKS)],
-    "one-process": [f"--ignore=tests/{folder}" for folder in PROGRAMS],
-}
+FRAMEWORKS = "tests/frameworks"  # whose imports take long, and are in the first process alone
 ORDER = ("failed", "passed", "skipped", "xfailed", "xpassed", "error")
 
 
-def start(name: str, expression: str, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    part = f"({PARTS[name]}) and ({expression})" if expression else PARTS[name]
-    folders = [] if any(Path(argument.partition("::")[0]).exists() for argument in arguments) else FOLDERS[name]
+def start(number: int, expression: str, arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-u",  # what is shown comes as it is written
         "-m",
         "pytest",
         "-m",
-        part,
+        expression,
         "-o",
-        f"cache_dir=.pytest_cache/{name}",
-        *folders,
+        f"cache_dir=.pytest_cache/{number}",
+        f"--claims={folder}",
+        *([f"--ignore={FRAMEWORKS}"] if number else []),
         *arguments,
     ]
-    with log.open("wb") as output:
+    with log_of(number, folder).open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
 
-def run(expression: str, arguments: list[str], logs: dict[str, Path]) -> list[int]:
-    """Run all parts, each with its log; returns their exit statuses."""
+def log_of(number: int, folder: Path) -> Path:
+    return folder / f"{number}.log"
+
+
+def run(expression: str, arguments: list[str], folder: Path) -> list[int]:
+    """Run all processes, each with its log; returns their exit statuses."""
     processes: list[subprocess.Popen[bytes]] = []
-    waiting = list(PARTS)
     shown = 0
     try:
+        for number in range(AT_ONCE):
+            processes.append(start(number, expression, arguments, folder))
         while True:
-            running = sum(process.poll() is None for process in processes)
-            while waiting and running < AT_ONCE:
-                name = waiting.pop(0)
-                processes.append(start(name, expression, arguments, logs[name]))
-                running += 1
-            if logs[SHOWN].exists():
-                text = logs[SHOWN].read_bytes()
-                sys.stdout.buffer.write(text[shown:])
-                sys.stdout.flush()
-                shown = len(text)
-            if not running:
+            ended = all(process.poll() is not None for process in processes)
+            text = log_of(0, folder).read_bytes()
+            sys.stdout.buffer.write(text[shown:])
+            sys.stdout.flush()
+            shown = len(text)
+            if ended:
                 return [process.returncode for process in processes]
             time.sleep(POLL_SECONDS)
     except BaseException:
@@ -88,7 +69,7 @@ def run(expression: str, arguments: list[str], logs: dict[str, Path]) -> list[in
 
 
 def closing(counts: Counter[str], seconds: float) -> str:
-    """As pytest's last line, for all parts."""
+    """As pytest's last line, for all processes."""
     parts = [f"{counts[kind]} {kind}" for kind in ORDER if counts[kind]]
     return f" {', '.join(parts) or 'no tests ran'} in {seconds:.2f}s ".center(100, "=")
 
@@ -104,14 +85,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("-m", default="", dest="expression")
     options, arguments = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the parts, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the processes, too
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        logs = {name: Path(folder) / name for name in PARTS}
-        codes = run(options.expression, arguments, logs)
-        texts = {name: log.read_text(errors="replace") for name, log in logs.items()}
-    print(*(text for name, text in texts.items() if name != SHOWN), sep="\n", flush=True)
-    counts = sum(map(count, texts.values()), Counter())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        codes = run(options.expression, arguments, folder)
+        texts = [log_of(number, folder).read_text(errors="replace") for number in range(AT_ONCE)]
+    print(*texts[1:], sep="\n", flush=True)
+    counts = sum(map(count, texts), Counter())
     print(closing(counts, time.monotonic() - begin))
     if all(code == NO_TESTS for code in codes):
         return NO_TESTS

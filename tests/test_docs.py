@@ -25,7 +25,6 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 LANGUAGES = {"python", "sh", "text", "json"}
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,7 @@ def test_every_block_of_code_says_its_language() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_program_trains(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(PROGRAMS[0].text)
-    done = subprocess.run(
-        [*TORCHRUN, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PROGRAM_SECONDS
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \d+\.\d+", line)]
-    assert len(losses) == 40 and sum(losses[-5:]) < sum(losses[:5]) - 5 * 0.5, losses
-    assert "blocks.3.down.weight" in done.stdout and "8 matrices" in done.stdout
-
-
-@pytest.mark.slow
-def test_two_nodes_train(tmp_path: Path) -> None:
+def test_the_whole_program_trains_on_two_nodes(tmp_path: Path) -> None:
     """The command of docs/how-to.md for several nodes, once for each of two nodes, which are this machine."""
     (tmp_path / "example.py").write_text(PROGRAMS[0].text)
     (command,) = (
@@ -103,7 +90,10 @@ def test_two_nodes_train(tmp_path: Path) -> None:
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], said[0][-3000:] + said[1][-3000:]
-    assert sum("blocks.3.down.weight" in text for text in said) == 1, said  # rank 0 explains
+    (text,) = (text for text in said if "blocks.3.down.weight" in text)  # rank 0 explains
+    losses = [float(line.split()[1]) for line in text.splitlines() if re.fullmatch(r"\d+ \d+\.\d+", line)]
+    assert len(losses) == 40 and sum(losses[-5:]) < sum(losses[:5]) - 5 * 0.5, losses
+    assert "8 matrices" in text
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import dmuon
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "examples" / "one_gpu.ipynb"
+CHECKS = ["parity", "clip", "same bits", "ownership", "collectives", "checkpoint"]  # of each layout, in this order
 
 
 def found(pattern: str, file: str) -> str:
@@ -101,7 +102,7 @@ def test_the_notebook_is_one() -> None:
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_learns(tmp_path: Path) -> None:
-    """Its cells in order, in one process, as a kernel runs them."""
+    """Its cells in order, in one process, as a kernel runs them; among them the first run of `dmuon-check`."""
     cells = [
         "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
     ]
@@ -115,4 +116,17 @@ def test_the_notebook_runs_and_learns(tmp_path: Path) -> None:
         float(found) for found in re.findall(r"^(?:AdamW|dmuon)  (\d+\.\d+) after", done.stdout, re.MULTILINE)
     )
     assert adamw < 4 and muon < 4, (adamw, muon)
-    assert (tmp_path / "dmuon-first-run.json").is_file() and "blocks.0.up.weight" in done.stdout
+    assert "blocks.0.up.weight" in done.stdout
+    report = json.loads((tmp_path / "dmuon-first-run.json").read_text())
+    assert (report["exit_status"], report["world"]) == (0, 2)
+    lines = report["lines"]
+    assert lines[0]["check"] == "environment" and lines[0]["where"] == "2 ranks"
+    passed = [(line["check"], line["where"]) for line in lines if line["status"] == "pass"]
+    assert sum(check == "kernels" for check, _ in passed) == 36
+    for layout in ("1d 2 reshard fp32", "1d 2 keep fp32", "tp 1x2 keep fp32"):
+        assert [check for check, where in passed if where.startswith(layout)] == CHECKS
+    assert {line["check"] for line in lines if "bf16" in line["where"]} == set(CHECKS[:3])
+    skipped = next(line for line in lines if line["status"] == "skip")
+    assert skipped["where"] == "hsdp" and skipped["text"] == "needs at least 4 ranks and a multiple of 2, here are 2"
+    parity = next(line for line in lines if line["check"] == "parity")
+    assert 0 < parity["value"] <= parity["limit"] == 1e-3

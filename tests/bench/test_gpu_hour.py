@@ -87,8 +87,7 @@ def test_results_of_another_commit_are_not_mixed(
 @pytest.mark.timeout(900)
 def test_it_runs_without_a_gpu_and_says_what_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for limit in (800, 60):  # the second time nothing is left to do
-        run_bench("gpu_hour.py", "--dry", "--out", tmp_path / "hour", seconds=limit)
+    run_bench("gpu_hour.py", "--dry", "--out", tmp_path / "hour", seconds=800)
     found = written(tmp_path / "hour")
     assert found["dry"] and [*found["parts"]] == ["checks", "kernels", "costs", "steps 1", "steps 2"]
     rows = {row["what"]: row for row in found["verdict"]}

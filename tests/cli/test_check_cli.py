@@ -6,7 +6,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness.commands import command
+from harness.jobs import Ended, run_file
 from harness.limits import PROGRAM_SECONDS
 
 from dmuon.kernels import choose_variant, coefficient_sequence
@@ -24,21 +24,6 @@ from dmuon.tools.cli import check
 main = command("dmuon-check")
 
 CHECKS = ["parity", "clip", "same bits", "ownership", "collectives", "checkpoint"]
-# As the console script, which does not look for modules where it is started.
-COMMAND = (
-    sys.executable,
-    "-c",
-    "import sys; sys.path.remove(''); from dmuon.tools.cli.check import main; sys.exit(main())",
-)
-
-
-def torchrun(world: int, *arguments: str, program: tuple[str, ...] = ("-m", "dmuon.tools.cli.check")) -> Any:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    return ran(sys.executable, *launch, *program, "--device", "cpu", *arguments)
-
-
-def ran(*command: str, cwd: Path | None = None) -> Any:
-    return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS, cwd=cwd)
 
 
 def lines_of(output: str) -> list[tuple[str, str, str]]:
@@ -46,44 +31,47 @@ def lines_of(output: str) -> list[tuple[str, str, str]]:
     kinds = ("pass", "fail", "skip", "warn", "info")
     unfolded = re.sub(r"\n {19,}", " ", output).splitlines()
     rows = [(x[:6].strip(), x[6:19].strip(), x[19:]) for x in unfolded if x.startswith(kinds)]
-    wide = [x for x in output.splitlines() if rows and len(x) > 100]
+    wide = [x for x in output.splitlines() if rows and len(x) > 100 and x.startswith((*kinds, " " * 19))]
     assert all(len(x.split()[-1]) > 50 for x in wide), wide  # a path in an error is not broken
     return rows
 
 
-@pytest.mark.slow
-def test_a_first_run_starts_its_ranks_and_is_in_its_file(tmp_path: Path) -> None:
-    """It is started in a clone, whose folder dmuon/ holds a part of the package."""
-    out = tmp_path / "report.json"
-    (tmp_path / "dmuon").mkdir()
-    (tmp_path / "dmuon" / "__init__.py").touch()
-    done = ran(*COMMAND, "--first-run", "--device", "cpu", "--json", str(out), cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = lines_of(done.stdout)
-    assert lines[0][:2] == ("info", "environment") and "2 ranks" in lines[0][2]
-    assert sum(line[:2] == ("pass", "kernels") for line in lines) == 36
-    for where in ("1d 2 reshard fp32", "1d 2 keep fp32", "tp 1x2 keep fp32"):
-        assert [check for status, check, rest in lines if status == "pass" and rest.startswith(where)] == CHECKS
-    assert {check for _, check, rest in lines if "bf16" in rest} == set(CHECKS[:3])
-    skipped = next(rest for status, _, rest in lines if status == "skip")
-    assert skipped.startswith("hsdp") and skipped.endswith("needs at least 4 ranks and a multiple of 2, here are 2")
-    report = json.loads(out.read_text())
-    assert (report["exit_status"], report["world"]) == (0, 2)
-    assert [(line["status"], line["check"]) for line in report["lines"]] == [line[:2] for line in lines]
-    parity = next(line for line in report["lines"] if line["check"] == "parity")
-    assert 0 < parity["value"] <= parity["limit"] == 1e-3
+# What each rank runs before `main`.
+PROGRAM = """
+import os, sys
+import dmuon.tools.check as training
+from dmuon.tools.cli import check
+
+def raise_on(owner, name, ranks):
+    original = getattr(owner, name)
+    def call(*args):
+        if os.environ["RANK"] in ranks:
+            raise ArithmeticError("planted")
+        return original(*args)
+    setattr(owner, name, call)
+
+{plant}
+sys.exit(check.main(["--device", "cpu", *{arguments}]))
+"""
+
+
+def planted(folder: Path, world: int, plant: str, *arguments: str) -> list[Ended]:
+    """How each rank ended."""
+    script = folder / "planted.py"
+    script.write_text(PROGRAM.format(plant=plant, arguments=arguments))
+    return run_file(script, world, folder, PROGRAM_SECONDS, watch=None)
 
 
 @pytest.mark.slow
-def test_four_ranks_pass_on_every_topology_that_fits() -> None:
-    done = torchrun(4)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = lines_of(done.stdout)
+def test_four_ranks_pass_on_every_topology_that_fits(tmp_path: Path) -> None:
+    ended = planted(tmp_path, 4, "")
+    assert {end.code for end in ended} == {0}, ended[0].text
+    lines = lines_of(ended[0].text)
     passed = {rest[:26].split()[0] for status, check, rest in lines if (status, check) == ("pass", "checkpoint")}
     assert passed == {"1d", "hsdp", "ddp", "cp", "tp", "fsdp2", "fsdp2-hsdp", "fsdp2-tp"}
 
 
-# What each rank runs before `main`, and the checks of which a line then fails.
+# What is planted, by the checks of which a line then fails.
 PLANTS = {
     "parity, collectives, ownership, same bits, checkpoint": """
 training.DECAY = 5.0  # of the one process
@@ -95,24 +83,7 @@ training.set_state_dict = lambda *args, **kwargs: None""",
     "training": "raise_on(training.Training, 'ownership', '01')",
     "all further": "raise_on(training.Training, 'ownership', '1')",
 }
-PROGRAM = """
-import os, sys
-import dmuon.tools.check as training
-from dmuon.tools.cli import check
-
-check.TOPOLOGIES = ("1d",)
-
-def raise_on(owner, name, ranks):
-    original = getattr(owner, name)
-    def call(*args):
-        if os.environ["RANK"] in ranks:
-            raise ArithmeticError("planted")
-        return original(*args)
-    setattr(owner, name, call)
-
-{plant}
-sys.exit(check.main())
-"""
+ONE = 'check.TOPOLOGIES = ("1d",)\n'
 
 
 @pytest.mark.pitfall("P11", "P49")
@@ -120,37 +91,37 @@ sys.exit(check.main())
 @pytest.mark.parametrize("checks", PLANTS)
 def test_what_is_wrong_fails_by_name_on_all_ranks(tmp_path: Path, checks: str) -> None:
     """An error on one rank alone ends all, within the time of a collective."""
-    script = tmp_path / "planted.py"
-    script.write_text(PROGRAM.format(plant=PLANTS[checks]))
-    done = torchrun(2, "--timeout", "10", program=(str(script),))
-    assert done.returncode == 1, done.stdout + done.stderr
-    lines = lines_of(done.stdout)
+    ended = planted(tmp_path, 2, ONE + PLANTS[checks], "--timeout", "10")
+    said = "".join(end.text for end in ended)
+    assert [end.code for end in ended] == [1, 1], said
+    lines = lines_of(ended[0].text)
     assert {*checks.split(", ")} <= {name for status, name, _ in lines if status in ("fail", "skip")}, lines
     assert lines[-1][:2] == ("fail", "all")
     if checks in ("training", "all further"):
-        assert "rank 1: training 1d 2 reshard fp32: ArithmeticError: planted" in done.stderr
+        assert "rank 1: training 1d 2 reshard fp32: ArithmeticError: planted" in said
         assert sum(name == "training" for _, name, _ in lines) == (2 if checks == "training" else 1), "goes on, or ends"
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_with_its_stack(tmp_path: Path) -> None:
-    script = tmp_path / "hangs.py"
     hang = "import time\ntraining.Training.parity = lambda self: time.sleep(1000) if os.environ['RANK'] == '1' else []"
-    script.write_text(PROGRAM.format(plant=hang))
     out = tmp_path / "report.json"
-    done = torchrun(2, "--timeout", "5", "--json", str(out), program=(str(script),))
-    assert done.returncode == 1 and "Timeout (0:00:20)!" in done.stderr and "in check_layout" in done.stderr
+    ended = planted(tmp_path, 2, ONE + hang, "--timeout", "5", "--json", str(out))
+    said = "".join(end.text for end in ended)
+    assert [end.code for end in ended] == [1, 1] and "Timeout (0:00:20)!" in said and "in check_layout" in said, said
     report = json.loads(out.read_text())
     assert report["exit_status"] is None and report["lines"], "what came before is in the file"
 
 
 def test_one_process_checks_what_it_can_and_says_how_to_launch(
-    ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    done = ended(main, "--device", "cpu")
+    done = ended(main, "--device", "cpu", "--json", tmp_path / "report.json")
     lines = lines_of(done.out)
-    assert done.status == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert done.status == report["exit_status"] == 0
+    assert [(line["status"], line["check"]) for line in report["lines"]] == [line[:2] for line in lines]
     assert [check for status, check, _ in lines if status == "pass"] == [*CHECKS, *CHECKS[:3], "all"]
     assert "torchrun --nproc-per-node 8 --no-python dmuon-check" in done.out
 
@@ -165,11 +136,7 @@ def test_one_process_checks_what_it_can_and_says_how_to_launch(
         (("--device", "cpu", "--json", "/absent/x.json"), "no such folder"),
         (("--first-run", "--device", "cpu", "--json", "/absent/x.json"), "no such folder"),
         (("--quick",), "--quick: was removed; leave it out: all topologies that fit, all dtypes"),
-        (("--keep", "--device", "cpu"), "--keep: was removed; leave it out"),
-        (("--dtype", "bf16"), "--dtype: was removed; leave it out"),
         (("--first-run", "--budget", "60"), "--budget: was removed; leave it out"),
-        (("--tokens", "9"), "--tokens: was removed; write bench/step.py"),
-        (("--limit", "2"), "--limit: was removed; leave it out"),
         (("--ranks", "2"), "--ranks: was removed; write torchrun --nproc-per-node N --no-python dmuon-check --first"),
     ],
 )
@@ -182,7 +149,14 @@ def test_bad_options_are_named_before_anything_runs(
     assert not lines_of(done.out)
 
 
-def test_a_first_run_has_a_rank_for_each_of_up_to_eight_gpus() -> None:
+def test_a_first_run_finds_the_package_from_a_clone_and_has_up_to_eight_ranks(tmp_path: Path) -> None:
+    """There the folder dmuon/ holds a part of it."""
+    (tmp_path / "dmuon").mkdir()
+    (tmp_path / "dmuon" / "__init__.py").touch()
+    launched = check.launch(0, ["--first-run", "--device", "tpu"])
+    rank = launched[launched.index("--no-python") + 1 :]
+    done = subprocess.run(rank, cwd=tmp_path, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
+    assert done.returncode == 2 and "invalid choice: 'tpu'" in done.stderr
     assert [check.launch(gpus, ["--first-run"])[4] for gpus in (0, 1, 2, 5, 16)] == [
         f"--nproc-per-node={ranks}" for ranks in (2, 2, 2, 5, 8)
     ]

@@ -95,9 +95,7 @@ def test_what_the_budget_leaves_out_is_said(run):
         (["--shapes", "8x8", "--out", "bad.json"], "bad.json: corrupt or truncated JSON"),
         (["--shapes", "8x8", "--out", "alien.json"], "alien.json: key field 'sm_count' is 7, not 0"),
         (["--merge", "a.json", "b.json"], "--merge: was removed; write one --out for all runs, which add to it"),
-        (["--check"], "--check: was removed; measure again into another --out"),
         (["--show", "good.json", "--png", "plot.png"], "--show: was removed; a cost cache is JSON"),
-        (["model.json", "--quack"], "--quack: was removed; leave it out: an installed quack is tried wherever it can"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(run, key, tmp_path, monkeypatch, arguments, message):

@@ -62,7 +62,6 @@ def interrupted(rank: int, world: int, where: str, victim: int) -> None:
     raise AssertionError("no one was interrupted")
 
 
-@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.pitfall("P71")
 @pytest.mark.parametrize(("where", "victim"), [("select", 1), ("planning", 0), ("waiting", 1), ("placing", 1)])

@@ -97,7 +97,6 @@ def check_survivors(ended: dict[int, Ended], victim: int, act: str) -> None:
         assert int(found["rank"]) == rank and FAULT_STEP <= int(found["step"]) <= FAULT_STEP + 1, found[0]
 
 
-@pytest.mark.ranks
 @pytest.mark.pitfall("P26", "P49")
 @pytest.mark.parametrize(("layout", "where", "act", "victim"), CASES)
 def test_the_others_end_with_a_message(layout: str, where: str, act: str, victim: int) -> None:
@@ -162,7 +161,6 @@ ORDERS = [
 ]
 
 
-@pytest.mark.ranks
 @pytest.mark.pitfall("P25", "P48", "P49")
 @pytest.mark.parametrize(("layout", "keep", "what", "transport"), ORDERS)
 def test_ranks_out_of_step_end_with_a_name(layout: str, keep: bool, what: str, transport: str) -> None:

@@ -152,7 +152,6 @@ SLOW: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.ranks
 @pytest.mark.pitfall("P49")
 @pytest.mark.parametrize(
     "case",

@@ -127,18 +127,17 @@ def by_numbers() -> None:
 
 
 @pytest.mark.timeout(920)
-@pytest.mark.parametrize("way", ["by_source", "by_numbers"])
-def test_parts_are_what_a_forward_takes_apart(way: str) -> None:
+def test_parts_are_what_a_forward_takes_apart() -> None:
     """In a process of its own: timm imports torchvision, and where there is none it gets one of empty names."""
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed (the extra 'frameworks')")
     tests = Path(__file__).parents[1]
     program = (
         "import sys; sys.path[:0] = [{0!r}, {0!r} + '/frameworks']; import stub_torchvision; stub_torchvision.stub(); "
-        "import test_timm_families; test_timm_families.{1}()"
+        "from test_timm_families import by_numbers, by_source; by_numbers(); by_source()"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program.format(str(tests), way)],
+        [sys.executable, "-W", "ignore", "-c", program.format(str(tests))],
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     print(done.stdout)

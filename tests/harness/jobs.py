@@ -147,14 +147,14 @@ def _join_group(rank: int, world: int, port: int | Path, program: Callable[..., 
     program(rank, world, *args)
 
 
-def run_file(path: Path, world: int, folder: Path, limit: float) -> list[Ended]:
+def one_failed(processes: list[Any], ended: Mapping[int, float]) -> bool:
+    return any(processes[rank].exitcode for rank in ended)  # torchrun ends the others, too
+
+
+def run_file(path: Path, world: int, folder: Path, limit: float, watch: Watch | None = one_failed) -> list[Ended]:
     """Run a program that `torchrun` starts, without it: with the variables that it sets, in ``folder``."""
     store = hosted_store()
-
-    def failed(processes: list[Any], ended: Mapping[int, float]) -> bool:
-        return any(processes[rank].exitcode for rank in ended)  # torchrun ends the others, too
-
-    return run_job(world, _run_file, path, world, store.port, folder, folder=folder, limit=limit, watch=failed)
+    return run_job(world, _run_file, path, world, store.port, folder, folder=folder, limit=limit, watch=watch)
 
 
 def _run_file(rank: int, path: Path, world: int, port: int, folder: Path) -> None:

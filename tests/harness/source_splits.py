@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch.nn as nn
@@ -65,6 +66,11 @@ def _functions(cls: type) -> tuple[ast.FunctionDef, ...]:
 def _helpers(module: str) -> tuple[ast.FunctionDef, ...]:
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return tuple(node for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+@cache  # of which there are few, read for every module of a class
+def _compiled(expression: ast.expr) -> CodeType:
+    return compile(ast.Expression(expression), "", "eval")
 
 
 class _Reader:
@@ -148,7 +154,7 @@ class _Reader:
         """What the module itself says; None if that is not all there is to it."""
         scope = {"self": self.module, "attn": self.module, "hasattr": hasattr, "getattr": getattr}
         try:
-            return eval(compile(ast.Expression(expression), "", "eval"), {"__builtins__": {}}, scope)
+            return eval(_compiled(expression), {"__builtins__": {}}, scope)
         except Exception:
             return None
 

@@ -139,7 +139,7 @@ def test_out_is_the_addend(config, dtype):
         assert torch.equal(target, apart)
 
 
-@pytest.mark.parametrize("count", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
+@pytest.mark.parametrize("count", [1, 4])
 def test_several_addends_and_the_identity(config, dtype, count):
     """Their sum is not rounded: so close to fp64 as with one. Any of them may be overwritten."""
     s, _ = commuting(2, 40, 40, dtype=dtype)
@@ -163,7 +163,7 @@ def test_several_addends_and_the_identity(config, dtype, count):
         target.copy_(kept)
 
 
-@pytest.mark.parametrize("rows", [8, 72, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (64, 104, 200))])
+@pytest.mark.parametrize("rows", [8, 64, 72])
 def test_wide_tiles(rows):
     """Even and odd numbers of tile rows, and ragged ones; with addends, in place."""
     config = WIDE
@@ -207,7 +207,8 @@ def test_nan_stays_in_its_matrix(config, dtype):
 def test_many_super_rows(config, dtype):
     """Of eight tile rows each."""
     x = gaussian(16 * 9 * (1 + config.wide), 16).to(dtype)
-    check(x, x.mT, config=replace(config, block=16))
+    found = symmetric_product(x, x.mT, config=replace(config, block=16))
+    assert close(found, x.double() @ x.double().mT) and torch.equal(found, found.mT)
 
 
 SUM = gaussian(2, 80, 80) + gaussian(2, 80, 80).mT
@@ -245,9 +246,9 @@ def test_empty_results(shape):
     assert symmetric_product(a, a.mT, config=POINTERS).shape == (*shape[:-1], shape[-2])
 
 
-@pytest.mark.parametrize("group", [3, *(pytest.param(group, marks=pytest.mark.slow) for group in (1, 8))])
+@pytest.mark.parametrize("group", [3, 8])
 def test_every_lower_tile_is_computed_once(group):
-    for side in (*range(1, 34), 63, 64, 65, 128, 257, 699, 700):
+    for side in (*range(1, 18), 33, 64, 65, 257, 699, 700):
         tiles = side * (side + 1) // 2
         count = triton.next_power_of_2(tiles)
         rows, cols = torch.empty(2, count, dtype=torch.int32).unbind()

@@ -262,7 +262,6 @@ def test_programs_equal_one_process(ranks: RankPool, world: int, cases: list[Cas
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.timeout(400)
 def test_eight_ranks_of_hsdp_and_tensor_parallelism() -> None:
     pool = RankPool(most=8)

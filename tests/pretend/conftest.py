@@ -19,7 +19,6 @@ CALL_SECONDS = 100.0
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "device_ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker("ranks")
             item.add_marker("slow")
             item.add_marker(pytest.mark.timeout(600))  # of which the first test builds the device
 

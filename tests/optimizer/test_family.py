@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import torch.nn as nn
 from harness import checkpoints
 from harness.assertions import assert_equal_weights
-from harness.dtensors import local_tensor, placements_of
+from harness.dtensors import local_tensor
 from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
 from harness.hand_laid import SPLITS, Split, Weights
 from harness.network import full_state, is_matrix, loss_of
@@ -55,14 +54,11 @@ MEMBERS: dict[str, dict[str, Any]] = {
 NEAR = {"bf16 momentum": 1e-4}
 STATEFUL = ("normuon", "adamuon", "bf16 momentum")  # whose state is laid out by where matrices lie
 PLACED = (*STATEFUL, "hyperball")  # that depend on where matrices lie
-SLOW = ("independent", "l2")  # whose decay is of each element alone: quick on any placements of two ranks
 
 
-def cases(every: Sequence[str], some: Sequence[str], slow: Sequence[str]) -> list[Any]:
-    """Of a place and a member: every member, those that depend on the place, or half of these in turn."""
-    found = [*product(every, (member for member in MEMBERS if member not in SLOW)), *product(some, PLACED)]
-    later = [(place, member) for i, place in enumerate(slow) for member in PLACED[i % 2 :: 2]]
-    return [*found, *slowly(*product(every, SLOW), *later)]
+def in_turn(*places: str) -> list[tuple[str, str]]:
+    """On each place half of the members that depend on it."""
+    return [(place, member) for i, place in enumerate(places) for member in PLACED[i % 2 :: 2]]
 
 
 def paper(member: str, lr: float = LR) -> Paper:
@@ -70,13 +66,13 @@ def paper(member: str, lr: float = LR) -> Paper:
 
 
 ALONE = [Split("one matrix", shape, MatrixSpec(), lambda w: [w]) for shape in ((8, 5), (6, 12), (4, 16))]  # for teams
-OF_SLICES = [member for member in MEMBERS if member not in (*SLOW, "function")]
+OF_SLICES = (*PLACED, "normuon on a sphere")
 BY_RANKS = [
     *product([2], ["owner"], MEMBERS),
     *product([1], ["owner"], PLACED),
     *product([2], ["sharded"], OF_SLICES),
-    *product([2], ["replicated", "full_replication"], PLACED),
-    *slowly(*product([4], ["owner"], PLACED), *product([4], ["sharded:2"], PLACED)),
+    *((2, way, member) for i, member in enumerate(PLACED) for way in ("replicated", "full_replication")[i % 2 :: 2]),
+    *slowly(*product([4], ["owner", "sharded:2"], PLACED)),
 ]
 
 
@@ -85,13 +81,12 @@ BY_RANKS = [
 def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, strategy: str, member: str) -> None:
     """DTensors of all splits: rows and columns, even and uneven, copies, and both dimensions at once.
 
-    By rows alone where several ranks orthogonalize.
+    By rows alone where several ranks orthogonalize; of four ranks each member takes every fourth placement.
     """
+    some = slice(1) if strategy != "owner" else slice(PLACED.index(member), None, 4) if world == 4 else slice(None)
     weights = Weights(twin=paper(member, 0.02))
-    for i, split in enumerate(ALONE if strategy == "sharded:2" else SPLITS):
-        places = placements_of(world, 2 if split.spec.flattened else len(split.shape))
-        for extents, placements in places if strategy == "owner" else places[:1]:
-            weights.shard(i, split.shape, init_device_mesh("cpu", extents), placements, split=split)
+    splits = ALONE if strategy == "sharded:2" else SPLITS
+    weights.shard_everywhere(world, ((split.shape, split) for split in splits), some)
     optimizer = weights.optimizer(create_dtensor_config(costs="flops"), strategy=strategy, **MEMBERS[member])
     weights.train(optimizer, STEPS)
     weights.check(optimizer)
@@ -106,7 +101,10 @@ def test_slices_are_nothing_for_a_function_of_whole_matrices(rank: int, world: i
             weights.optimizer(create_dtensor_config(costs="flops"), strategy=strategy, orthogonalize=polar)
 
 
-@pytest.mark.parametrize(("layout", "member"), cases(["1d-3-two-lines"], ["tp"], ["ddp-2", "hsdp-two-lines"]))
+OWNED = [*product(["1d-3-two-lines"], [*PLACED, "cautious", "function"]), *in_turn("tp")]
+
+
+@pytest.mark.parametrize(("layout", "member"), [*OWNED, *slowly(*in_turn("ddp-2", "hsdp-two-lines"))])
 @on_ranks("layout")
 def test_tensors_of_any_matrices_that_dmuon_owns(rank: int, world: int, layout: str, member: str) -> None:
     mesh, model = LAYOUTS[layout].mesh(CPU), FusedModel()
@@ -123,7 +121,11 @@ def test_tensors_of_any_matrices_that_dmuon_owns(rank: int, world: int, layout: 
 
 
 MULTIPLIERS = {"*.up.weight": 0.5, "blocks.0.*": 2.0, "embed.*": 3.0, "*.bias": 0.25}
-LAID_OUT = cases(["fsdp2-3"], ["ddp"], ["tp-alone", "1d-3", "fsdp2-tp", "cp-mesh"])
+LAID_OUT = [
+    *product(["fsdp2-3"], [*PLACED, "rms", "normuon on a sphere"]),
+    *in_turn("ddp"),
+    *slowly(*in_turn("tp-alone", "1d-3", "fsdp2-tp", "cp-mesh")),
+]
 
 
 @pytest.mark.parametrize(("layout", "member"), [*LAID_OUT, *((n, "multiplied") for n in ("fsdp2-2", "1d", "ddp"))])

@@ -24,7 +24,7 @@ from dmuon import DistributedConfig, MatrixSpec, create_dtensor_config, create_p
 
 SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]
 MATRICES = [(12, 8), (1, 9), (7, 1), (9, 5), (2, 11), (1, 1), (3, 13)]
-STEPS = 3
+STEPS = 2
 
 
 @pytest.mark.pitfall("P04", "P06", "P14", "P53")

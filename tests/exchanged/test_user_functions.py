@@ -378,8 +378,7 @@ def flat_pieces(shapes: list[tuple[int, ...]], functions: Functions, rank: int, 
     return [whole.flatten()[slice(*bounds(i)[rank:][:2])].clone() for i, whole in enumerate(wholes)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@on_ranks()
+@on_ranks(3)
 def test_flat_shards_train_by_the_shape_of_what_is_gathered(rank: int, world: int) -> None:
     shapes: list[tuple[int, ...]] = [(6, 4), (5, 7), (3, 4, 5)]
     functions = flat_functions(shapes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, spli
 from harness.hand_laid import SPLITS, Split, Weights
 from harness.network import full_state, is_matrix, loss_of
 from harness.on_ranks import assert_same_over_ranks, on_ranks, slowly
-from harness.paper import Paper
+from harness.paper import Paper, trained_by
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import CPU, DECAY, LR, OPTIONS, batch, build, take_steps, train
@@ -136,32 +135,13 @@ def test_models_as_users_lay_them_out(rank: int, world: int, layout: str, member
     optimizer = laid.optimizer(**MEMBERS.get(member, {}), lr_multipliers=multipliers or None)
     laid.train(optimizer, range(STEPS))
     weights = full_state(laid.network)
-    assert_equal_weights(weights, trained(build(), member, multipliers), NEAR.get(member, 1e-5))
+    assert_equal_weights(weights, trained(member, multipliers), NEAR.get(member, 1e-5))
     assert_same_over_ranks(weights)
 
 
-def trained(model: nn.Module, member: str, multipliers: dict[str, float], steps: int = STEPS) -> dict[str, Tensor]:
-    """In one process: matrices as the paper says, the rest by ``torch.optim.AdamW``."""
-    twin, named = paper(member), dict(model.named_parameters())
-    matrices = [param for name, param in named.items() if is_matrix(name)]
-    factors = {name: next((f for p, f in multipliers.items() if fnmatch(name, p)), 1.0) for name in named}
-    groups = []
-    for name, param in named.items():
-        if is_matrix(name):
-            twin.add(param.detach(), multiplier=factors[name])
-        else:
-            decay = DECAY if param.ndim > 1 else 0.0
-            groups.append({"params": [param], "weight_decay": decay, "lr": LR * factors[name]})
-    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
-    for step in range(steps):
-        model.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        twin.step([param.grad for param in matrices])
-        adamw.step()
-        with torch.no_grad():
-            for param, value in zip(matrices, twin.weights(), strict=True):
-                param.copy_(value)
-    return {name: param.detach().clone() for name, param in named.items()}
+def trained(member: str, multipliers: dict[str, float], steps: int = STEPS) -> dict[str, Tensor]:
+    model = build()
+    return trained_by(paper(member), model, lambda step: loss_of(model, *batch(step)).backward(), steps, multipliers)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -198,7 +178,7 @@ def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
         shapes = checkpoints.Experts.SHAPES
         expected = {f"weights.{i}": t.reshape(shapes[i]) for i, t in enumerate(twin.weights())}
     else:
-        expected = trained(build(), member, {}, checkpoints.TOTAL)
+        expected = trained(member, {}, checkpoints.TOTAL)
     assert_equal_weights(found, expected, NEAR.get(member, 1e-5))
 
 

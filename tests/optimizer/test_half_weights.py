@@ -17,10 +17,10 @@ from harness.dtensors import give, noise, whole
 from harness.hand_laid import SPLITS, Weights
 from harness.network import is_matrix, loss_of
 from harness.on_ranks import assert_same_over_ranks, on_ranks, slowly
-from harness.paper import Paper
+from harness.paper import Paper, trained_by
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import DECAY, LR, OPTIONS, batch, build, train
+from harness.toy import DECAY, OPTIONS, batch, build, train
 from harness.trees import linear, node
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -97,22 +97,15 @@ def gradients(named: Iterable[tuple[str, Tensor]], step: int) -> dict[str, Tenso
 
 
 def in_one_process(steps: int) -> dict[str, Tensor]:
-    """The masters of the toy in fp32: matrices as the paper says, the rest by ``torch.optim.AdamW``."""
+    """The masters of the toy in fp32."""
     model = build().to(HALF).float()
-    named, twin = dict(model.named_parameters()), Paper()
-    matrices = [name for name in named if is_matrix(name)]
-    for name in matrices:
-        twin.add(named[name].detach())
-    others = [param for name, param in named.items() if name not in matrices]
-    groups = [{"params": [param], "weight_decay": DECAY if param.ndim > 1 else 0.0} for param in others]
-    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
-    for step in range(steps):
-        grads = {name: grad.float() for name, grad in gradients(named.items(), step).items()}
-        for name, param in named.items():
-            param.grad = grads[name]
-        twin.step([grads[name] for name in matrices])
-        adamw.step()
-    return {name: p.detach() for name, p in named.items()} | dict(zip(matrices, twin.weights(), strict=True))
+    named = dict(model.named_parameters())
+
+    def backward(step: int) -> None:
+        for name, grad in gradients(named.items(), step).items():
+            named[name].grad = grad.float()
+
+    return trained_by(Paper(), model, backward, steps)
 
 
 PLACES = ("single", "fsdp2-2", "ddp", "tp-alone", "cp-mesh", "1d", "tp")
@@ -150,7 +143,7 @@ def test_masters_of_models_as_users_lay_them_out(rank: int, world: int, layout: 
             assert all(
                 optimizer.state[param].get(key, master).dtype == torch.float32 for key in ("exp_avg", "exp_avg_sq")
             )
-    assert_equal_weights(found, {name: expected[name].float() for name in found}, 1e-5)
+    assert_equal_weights(found, {name: expected[name] for name in found}, 1e-5)
     assert_same_over_ranks(found)
 
 

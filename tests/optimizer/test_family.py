@@ -152,12 +152,11 @@ def trained(member: str, multipliers: dict[str, float], steps: int = STEPS) -> d
     [
         ("fsdp2-2", "fsdp2-3", "adamuon"),
         ("1d", "1d-3", "bf16 momentum"),
-        ("fsdp2-tp", "tp", "normuon"),
+        ("fsdp2-2", "tp", "normuon"),
         *slowly(
             ("experts on 3", "rows on 2", "adamuon"),
             ("rows on 2", "experts alone", "bf16 momentum"),
-            ("1d", "fsdp2-tp", "normuon"),
-            ("fsdp2-2", "1d", "normuon"),
+            ("fsdp2-tp", "1d", "normuon"),
         ),
     ],
 )

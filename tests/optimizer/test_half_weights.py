@@ -178,7 +178,7 @@ def goes_on(rank: int, world: int, path: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "options"),  # what dmuon owns has masters
-    [("single", ROUNDED), *product(["fsdp2-2"], (MASTERS, ROUNDED)), ("ddp", ROUNDED), ("1d", MASTERS)],
+    [("single", ROUNDED), *product(["fsdp2-2"], (MASTERS, ROUNDED)), ("1d", MASTERS)],
 )
 @on_ranks("layout")
 def test_a_restart_goes_on_with_the_same_bits(

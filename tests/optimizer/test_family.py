@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from harness import checkpoints
 from harness.assertions import assert_equal_weights
-from harness.dtensors import local_tensor
+from harness.dtensors import give, local_tensor, parameter
 from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
 from harness.hand_laid import SPLITS, Split, Weights
 from harness.network import full_state, is_matrix, loss_of
@@ -23,7 +23,7 @@ from harness.toy import CPU, DECAY, LR, OPTIONS, batch, build, take_steps, train
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dmuon
 from dmuon import MatrixSpec, create_dtensor_config
@@ -315,35 +315,35 @@ def test_one_number_for_each_output_or_element_is_state(rank: int, world: int, k
         optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", ["owner", "sharded", "replicated"])
 @on_ranks(2)
-def test_a_rank_without_an_input_has_the_moments_of_all_rows(rank: int, world: int, strategy: str) -> None:
+def test_a_rank_without_an_input_has_the_moments_of_all_rows(rank: int, world: int) -> None:
     """Of two ranks one has the only input, and both have a copy of one number for each output."""
     mesh, gradient = init_device_mesh("cpu", (world,)), torch.arange(1.0, 7.0).view(6, 1)
-    whole, cut = nn.Parameter(torch.zeros(6, 1)), nn.Parameter(distribute_tensor(torch.zeros(6, 1), mesh, [Shard(1)]))
     moments = []
-    for param, options in ((whole, {}), (cut, {"strategy": strategy})):
-        group = {"params": [param], "use_muon": True, "second_moment": "row", **options}
-        optimizer = dmuon.Muon([group])
-        param.grad = gradient if param is whole else distribute_tensor(gradient, mesh, [Shard(1)])
+    for strategy in (None, "owner", "sharded", "replicated"):  # the first is of one rank
+        param = parameter(torch.zeros(6, 1), mesh if strategy else None, [Shard(1)])
+        options = {"strategy": strategy} if strategy else {}
+        optimizer = dmuon.Muon([{"params": [param], "use_muon": True, "second_moment": "row", **options}])
+        give(param, gradient)
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
         moments.append(optimizer.state[param]["row_second_moment"])
-    assert moments[1].shape == (6, 1) and moments[1].placements == (Replicate(),)
-    torch.testing.assert_close(local_tensor(moments[1]), moments[0])
+    for found in moments[1:]:
+        assert found.shape == (6, 1) and found.placements == (Replicate(),)
+        torch.testing.assert_close(local_tensor(found), moments[0])
 
 
 ON_SPHERE = {"weight_decay_mode": "hyperball"}
 
 
-@pytest.mark.parametrize("options", [{"second_moment": "row"}, {"second_moment": "element"}, ON_SPHERE])
 @on_ranks(2)
-def test_matrices_that_only_a_users_functions_know_are_refused(rank: int, world: int, options: dict[str, Any]) -> None:
+def test_matrices_that_only_a_users_functions_know_are_refused(rank: int, world: int) -> None:
     weights = Weights()
     weights.shard(0, (6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
-    with pytest.raises(ValueError, match="in a UserRound dmuon does not know where the rows"):
-        weights.optimizer(checkpoints.by_functions(), **options)
+    for options in ({"second_moment": "row"}, {"second_moment": "element"}, ON_SPHERE):
+        with pytest.raises(ValueError, match="in a UserRound dmuon does not know where the rows"):
+            weights.optimizer(checkpoints.by_functions(), **options)
 
 
 # -- signs of momentum ---------------------------------------------------------------------------------------------

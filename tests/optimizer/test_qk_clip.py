@@ -452,11 +452,6 @@ def test_attention_that_is_a_block_itself_is_collected_where_it_is_dedicated_and
         assert optimizer.last_step.qk_logits[name] == pytest.approx(expected, rel=1e-4)
 
 
-def _with_norm(model: Network) -> Network:
-    model.blocks[1].attn.q_norm = nn.RMSNorm(HEAD)
-    return model
-
-
 def _with_child(name: str, child: Any) -> Network:
     model = build("mha")
     setattr(model.blocks[1].attn, name, child)
@@ -494,7 +489,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "part": (lambda: muon(build("mha"), **_known("q_proj[1]")), "Apart has no matrix 'q_proj\\[1\\]'"),
     "heads": (lambda: muon(build("mha"), **_known(heads=3)), "has 16 rows of queries and 16 of keys, which"),
     "fused": (lambda: muon(build("interleaved"), **_known("query_key_value", "v")), "has no matrix 'v'"),
-    "norm": (lambda: muon(_with_norm(build("mha"))), "'blocks.1.attn' normalizes queries or keys by 'q_norm'"),
+    "norm": (
+        lambda: muon(_with_child("q_norm", nn.RMSNorm(HEAD))),
+        "'blocks.1.attn' normalizes queries or keys by 'q_norm'",
+    ),
     "added": (
         lambda: muon(_with_child("add_q_proj", nn.Linear(WIDTH, WIDTH))),
         "'blocks.1.attn' .Apart. makes queries or keys by 'add_q_proj' too",

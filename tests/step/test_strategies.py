@@ -25,7 +25,7 @@ from harness.toy import OPTIONS, build
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 import dmuon
 from dmuon import create_dtensor_config
@@ -143,27 +143,6 @@ def test_teams_of_some_ranks_are_as_one_process(
     weights.check(after)
 
 
-@on_ranks(3)
-def test_a_team_comes_to_what_an_owner_does_in_fp64(rank: int, world: int) -> None:
-    found = []
-    for strategy in ("owner", "sharded:2"):
-        mesh, weights = init_device_mesh("cpu", (world,)), Weights()
-        params = [
-            nn.Parameter(weights.shard(i, shape, mesh, [Shard(0)]).double()) for i, shape in enumerate(SHAPES[:4])
-        ]
-        groups = [{"params": params, "use_muon": True, "strategy": strategy}]
-        optimizer = weights.optimizer(create_dtensor_config(costs="flops"), groups, ns_dtype=torch.float64)
-        for step in range(2):
-            for i, param in enumerate(params):
-                generator = torch.Generator().manual_seed(10 * step + i)
-                grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
-                param.grad = distribute_tensor(grad, mesh, [Shard(0)])
-            optimizer.step()
-        found.append([whole(param) for param in params])
-    for by_owner, by_team in zip(*found, strict=True):
-        assert (by_team - by_owner).norm() <= 1e-10 * by_owner.norm()
-
-
 @on_ranks(4)
 def test_what_only_some_ranks_of_a_mesh_hold_leaves_no_room_for_teams(rank: int, world: int) -> None:
     weights, mesh = Weights(), init_device_mesh("cpu", (2, 2))
@@ -185,7 +164,7 @@ def test_what_only_some_ranks_of_a_mesh_hold_leaves_no_room_for_teams(rank: int,
     [
         *((way, {"ns_dtype": torch.bfloat16}, 0.05) for way in WAYS),
         ("sharded", {"ns_dtype": torch.float16}, 0.03),
-        ("full_replication", {"ns_dtype": torch.float64}, 1e-5),
+        *((way, {"ns_dtype": torch.float64}, 1e-5) for way in ("full_replication", "sharded")),
         ("sharded", {"ns_coefficients": "squares"}, 1e-3),
     ],
 )

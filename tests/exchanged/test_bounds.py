@@ -83,7 +83,7 @@ def measured(ranks: RankPool) -> Any:
 
 @pytest.mark.parametrize(
     ("chunk_bytes", "together"),
-    [(1, 1), (MATRIX_BYTES, 1), (2 * MATRIX_BYTES - 1, 1), (2 * MATRIX_BYTES, 2), (3 * MATRIX_BYTES, 3), (2**28, 4)],
+    [(1, 1), (2 * MATRIX_BYTES - 1, 1), (2 * MATRIX_BYTES, 2), (2**28, 4)],
 )
 def test_a_batch_holds_no_more_bytes_than_a_chunk(measured: Any, chunk_bytes: int, together: int) -> None:
     for rank in measured(chunk_bytes, 0, "flat"):

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from harness.dtensors import give, noise, parameter
 from harness.inside import exchange_of
 from harness.jobs import Ended, kill, run_ranks, throw
 from harness.on_ranks import on_ranks
+from harness.rows import State, gather_with_work, scatter_with_work
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -91,45 +91,29 @@ def check_survivors(ended: dict[int, Ended], victim: int, act: str, named: str) 
 # -- a user's functions -----------------------------------------------------------------------------------------------
 
 
-class Users:
-    """Functions for weights that are cut by rows into equal parts; rank ``victim`` fails in one, once."""
-
-    def __init__(self, rank: int, world: int, where: str, act: str, victim: int) -> None:
-        self.step = 0
-        self.world = world
-        self.where = where if rank == victim else ""
-        self.act = act
-
-    def gather(self, update: Tensor, dst_rank: int, state: dict[str, Any]) -> Any:
-        whole = torch.empty(update.shape[0] * self.world, update.shape[1])
-        if self.fails("gather"):
-            ACTS[self.act]()
-        parts = list(whole.chunk(self.world)) if state["rank"] == dst_rank else None
-        return (whole if parts is not None else None), dist.gather(update, parts, dst=dst_rank, async_op=True)
-
-    def redistribute(self, update: Tensor | None, src_rank: int, state: dict[str, Any]) -> Any:
-        if self.fails("redistribute"):
-            ACTS[self.act]()
-        part = torch.empty(state["parts"][state["current_param_idx"]])
-        parts = None if update is None else list(update.chunk(self.world))
-        return part, dist.scatter(part, parts, src=src_rank, async_op=True)
-
-    def fails(self, where: str) -> bool:
-        return self.step == FAULT_STEP and where == self.where
-
-
 def steps_of_users(rank: int, world: int, where: str, act: str, victim: int) -> None:
-    users = Users(rank, world, where, act, victim)
+    """Rank ``victim`` fails in one of the functions, once."""
+    step_now = 0
+
+    def failing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(update: Tensor | None, rank_of: int, state: State) -> Any:
+            if (rank, name, step_now) == (victim, where, FAULT_STEP):
+                ACTS[act]()
+            return function(update, rank_of, state)
+
+        return run
+
     params = [nn.Parameter(torch.ones(2, 4 + i)) for i in range(3)]
     config = DistributedConfig(
         lambda params, state: {i: i % world for i in range(len(params))},
-        users.gather,
-        users.redistribute,
-        {"parts": [p.shape for p in params]},
+        failing("gather", gather_with_work),
+        failing("redistribute", scatter_with_work),
+        {"shapes": [(2 * world, 4 + i) for i in range(3)]},
     )
 
     def before_step(step: int) -> None:
-        users.step = step
+        nonlocal step_now
+        step_now = step
         give_gradients(params, step)
 
     train(dmuon.Muon(params, distributed_config=config), before_step)

@@ -81,7 +81,6 @@ def dims_by_shape(param: Tensor) -> dict[str, int | None]:
 
 Sizes = dict[str, int]
 PLAIN: dict[str, tuple[Sizes, str, Any, list[Cut]]] = {
-    "tp columns": ({"tp": 2}, "pg", {"shard_dims": {"tp": 1}}, [Cut((6, 8), tp=1), Cut((5, 3), tp=1)]),
     "tp of 4, uneven, one empty": (
         {"tp": 4},
         "pg",
@@ -112,7 +111,6 @@ PLAIN: dict[str, tuple[Sizes, str, Any, list[Cut]]] = {
     ),
     "ep cuts stacks": ({"ep": 2}, "auto", {"ep_shard_dim": 0}, [Cut((5, 4, 3), ep=0), Cut((2, 6, 6), ep=0)]),
     "ep cuts rows": ({"ep": 2}, "auto", {"ep_shard_dim": 1}, [Cut((3, 5, 4), ep=1)]),
-    "auto": ({"fsdp": 2, "tp": 2}, "auto", {"tp_shard_dim": 1}, [Cut((7, 6), fsdp=0, tp=1)]),
     "auto, stages apart": (
         {"pp": 2, "fsdp": 2},
         "auto",

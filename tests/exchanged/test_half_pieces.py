@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 import dmuon
 from dmuon.step import rounds
 
-STEPS = 3
+STEPS = 2
 HALF = (torch.float16, torch.bfloat16)
 
 

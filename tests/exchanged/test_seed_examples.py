@@ -71,8 +71,7 @@ def alone(model: nn.Module, steps: int = 2) -> dict[str, Tensor]:
 DOTS = "use_orig_params=True, device_id=torch.device('cpu')"  # what ``FSDP(model, ...)`` leaves out
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@on_ranks()
+@on_ranks(3)
 def test_muon_distributed_config_design_example_1_fsdp(rank: int, world: int) -> None:
     made = run(
         f"""

@@ -17,6 +17,7 @@ from harness.hand_laid import Cut, Weights
 from harness.network import full_state
 from harness.on_ranks import of_all_ranks, on_ranks, over_ranks
 from harness.oracle import reference_weights
+from harness.rows import State, gather_with_work, scatter_with_work, shape_now
 from harness.topologies import lay, orthogonalized
 from harness.toy import build
 from torch import Tensor
@@ -26,32 +27,11 @@ import dmuon
 from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
-State = dict[str, Any]
 STEPS = 3
 
 
 # -- functions of users ---------------------------------------------------------------------------------------------
-# Weights are cut by rows, evenly, so that plain gathers and scatters serve.
-
-
-def shape_now(state: State) -> tuple[int, ...]:
-    """Of the whole of the parameter that is under way."""
-    shape: tuple[int, ...] = state["shapes"][state["current_param_idx"]]
-    return shape
-
-
-def gather_with_work(update: Tensor, dst_rank: int, state: State) -> tuple[Tensor | None, Any]:
-    if state["rank"] != dst_rank:
-        return None, dist.gather(update, None, dst=dst_rank, async_op=True)
-    whole = torch.empty(shape_now(state))
-    return whole, dist.gather(update, list(whole.chunk(dist.get_world_size())), dst=dst_rank, async_op=True)
-
-
-def scatter_with_work(update: Tensor | None, src_rank: int, state: State) -> tuple[Tensor, Any]:
-    rows, cols = shape_now(state)
-    part = torch.empty(rows // dist.get_world_size(), cols)
-    parts = None if update is None else list(update.chunk(dist.get_world_size()))
-    return part, dist.scatter(part, parts, src=src_rank, async_op=True)
+# Weights are cut by rows, evenly, so that plain gathers and scatters serve (``harness/rows.py``).
 
 
 class Joined:
@@ -378,8 +358,7 @@ def flat_pieces(shapes: list[tuple[int, ...]], functions: Functions, rank: int, 
     return [whole.flatten()[slice(*bounds(i)[rank:][:2])].clone() for i, whole in enumerate(wholes)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@on_ranks()
+@on_ranks(3)
 def test_flat_shards_train_by_the_shape_of_what_is_gathered(rank: int, world: int) -> None:
     shapes: list[tuple[int, ...]] = [(6, 4), (5, 7), (3, 4, 5)]
     functions = flat_functions(shapes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 import dmuon
 from dmuon import MatrixSpec
 from harness.assertions import assert_close
-from harness.dtensors import give, noise, spread, whole
+from harness.dtensors import give, noise, placements_of, spread, whole
 from harness.oracle import Twin
 from harness.toy import DECAY
 
@@ -150,6 +150,16 @@ class Weights:
         split: Split | None = None,
     ) -> nn.Parameter:
         return self.add(seed, shape, partial(spread, mesh=mesh, placements=placements), scale, split)
+
+    def shard_everywhere(
+        self, world: int, tensors: Iterable[tuple[Sequence[int], Split | None]], some: slice = slice(None)
+    ) -> None:
+        """Each tensor on all of its placements over ``world`` ranks, or on ``some``. Collective."""
+        meshes = {extents: init_device_mesh("cpu", extents) for extents, _ in placements_of(world, 2)}
+        for seed, (shape, split) in enumerate(tensors):
+            places = placements_of(world, 2 if split is not None and split.spec.flattened else len(shape))
+            for extents, placements in places[some]:
+                self.shard(seed, shape, meshes[extents], placements, split=split)
 
     def cut(self, cuts: Sequence[Cut], sizes: Mapping[str, int] = NONE, at: Mapping[str, int] = NONE) -> Weights:
         """``at``: this rank's place along each of the roles in ``sizes``."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from harness.network import is_matrix
 from harness.oracle import Twin, newton_schulz
 from harness.toy import DECAY, LR
 
+NONE: Mapping[str, float] = MappingProxyType({})
 CLASSIC = [(3.4445, -4.775, 2.0315)] * 5  # Keller Jordan's five steps
 
 
@@ -89,3 +93,34 @@ class Paper(Twin):
 
     def momentum(self, index: int) -> Tensor:
         return self.joined(index, [self.moments[id(param)]["momentum"] for param in self.params[index]])
+
+
+def trained_by(
+    twin: Paper, model: nn.Module, backward: Callable[[int], Any], steps: int, multipliers: Mapping[str, float] = NONE
+) -> dict[str, Tensor]:
+    """Weights of one process: matrices as the paper says, the rest by ``torch.optim.AdamW``.
+
+    Args:
+        backward: lets the parameters have the gradients of a step.
+        multipliers: of learning rates, by patterns of names.
+    """
+    named = dict(model.named_parameters())
+    matrices = [param for name, param in named.items() if is_matrix(name)]
+    groups = []
+    for name, param in named.items():
+        factor = next((f for pattern, f in multipliers.items() if fnmatch(name, pattern)), 1.0)
+        if is_matrix(name):
+            twin.add(param.detach(), multiplier=factor)
+        else:
+            decay = DECAY if param.ndim > 1 else 0.0
+            groups.append({"params": [param], "weight_decay": decay, "lr": LR * factor})
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    for step in range(steps):
+        model.zero_grad()
+        backward(step)
+        twin.step([param.grad for param in matrices])
+        adamw.step()
+        with torch.no_grad():
+            for param, value in zip(matrices, twin.weights(), strict=True):
+                param.copy_(value)
+    return {name: param.detach().clone() for name, param in named.items()}

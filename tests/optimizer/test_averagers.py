@@ -233,7 +233,6 @@ def round_off(param: nn.Parameter) -> None:
     [
         (2, ddp, "blocks.1.up.weight", [1], (1, 0)),
         (2, hsdp, "norm.bias", [1], (1, 0)),
-        (4, ddp, "blocks.1.up.weight", [3], (3, 0)),
         (4, hsdp, "blocks.1.up.weight", [2, 3], (2, 0)),  # all of one replica
         (4, hsdp, "blocks.1.up.weight", [1], (1, 3)),  # one shard of one replica
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,19 @@ import torch
 import torch.nn as nn
 from harness import checkpoints
 from harness.assertions import assert_equal_weights
-from harness.dtensors import local_tensor, placements_of
+from harness.dtensors import give, local_tensor, parameter
 from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
 from harness.hand_laid import SPLITS, Split, Weights
 from harness.network import full_state, is_matrix, loss_of
 from harness.on_ranks import assert_same_over_ranks, on_ranks, slowly
-from harness.paper import Paper
+from harness.paper import Paper, trained_by
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import CPU, DECAY, LR, OPTIONS, batch, build, take_steps, train
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dmuon
 from dmuon import MatrixSpec, create_dtensor_config
@@ -55,14 +53,11 @@ MEMBERS: dict[str, dict[str, Any]] = {
 NEAR = {"bf16 momentum": 1e-4}
 STATEFUL = ("normuon", "adamuon", "bf16 momentum")  # whose state is laid out by where matrices lie
 PLACED = (*STATEFUL, "hyperball")  # that depend on where matrices lie
-SLOW = ("independent", "l2")  # whose decay is of each element alone: quick on any placements of two ranks
 
 
-def cases(every: Sequence[str], some: Sequence[str], slow: Sequence[str]) -> list[Any]:
-    """Of a place and a member: every member, those that depend on the place, or half of these in turn."""
-    found = [*product(every, (member for member in MEMBERS if member not in SLOW)), *product(some, PLACED)]
-    later = [(place, member) for i, place in enumerate(slow) for member in PLACED[i % 2 :: 2]]
-    return [*found, *slowly(*product(every, SLOW), *later)]
+def in_turn(*places: str) -> list[tuple[str, str]]:
+    """On each place half of the members that depend on it."""
+    return [(place, member) for i, place in enumerate(places) for member in PLACED[i % 2 :: 2]]
 
 
 def paper(member: str, lr: float = LR) -> Paper:
@@ -70,13 +65,13 @@ def paper(member: str, lr: float = LR) -> Paper:
 
 
 ALONE = [Split("one matrix", shape, MatrixSpec(), lambda w: [w]) for shape in ((8, 5), (6, 12), (4, 16))]  # for teams
-OF_SLICES = [member for member in MEMBERS if member not in (*SLOW, "function")]
+OF_SLICES = (*PLACED, "normuon on a sphere")
 BY_RANKS = [
     *product([2], ["owner"], MEMBERS),
     *product([1], ["owner"], PLACED),
     *product([2], ["sharded"], OF_SLICES),
-    *product([2], ["replicated", "full_replication"], PLACED),
-    *slowly(*product([4], ["owner"], PLACED), *product([4], ["sharded:2"], PLACED)),
+    *((2, way, member) for i, member in enumerate(PLACED) for way in ("replicated", "full_replication")[i % 2 :: 2]),
+    *slowly(*product([4], ["owner", "sharded:2"], PLACED)),
 ]
 
 
@@ -85,13 +80,12 @@ BY_RANKS = [
 def test_tensors_of_any_matrices_on_any_placements(rank: int, world: int, strategy: str, member: str) -> None:
     """DTensors of all splits: rows and columns, even and uneven, copies, and both dimensions at once.
 
-    By rows alone where several ranks orthogonalize.
+    By rows alone where several ranks orthogonalize; of four ranks each member takes every fourth placement.
     """
+    some = slice(1) if strategy != "owner" else slice(PLACED.index(member), None, 4) if world == 4 else slice(None)
     weights = Weights(twin=paper(member, 0.02))
-    for i, split in enumerate(ALONE if strategy == "sharded:2" else SPLITS):
-        places = placements_of(world, 2 if split.spec.flattened else len(split.shape))
-        for extents, placements in places if strategy == "owner" else places[:1]:
-            weights.shard(i, split.shape, init_device_mesh("cpu", extents), placements, split=split)
+    splits = ALONE if strategy == "sharded:2" else SPLITS
+    weights.shard_everywhere(world, ((split.shape, split) for split in splits), some)
     optimizer = weights.optimizer(create_dtensor_config(costs="flops"), strategy=strategy, **MEMBERS[member])
     weights.train(optimizer, STEPS)
     weights.check(optimizer)
@@ -106,7 +100,10 @@ def test_slices_are_nothing_for_a_function_of_whole_matrices(rank: int, world: i
             weights.optimizer(create_dtensor_config(costs="flops"), strategy=strategy, orthogonalize=polar)
 
 
-@pytest.mark.parametrize(("layout", "member"), cases(["1d-3-two-lines"], ["tp"], ["ddp-2", "hsdp-two-lines"]))
+OWNED = [*product(["1d-3-two-lines"], [*PLACED, "cautious", "function"]), *in_turn("tp")]
+
+
+@pytest.mark.parametrize(("layout", "member"), [*OWNED, *slowly(*in_turn("ddp-2", "hsdp-two-lines"))])
 @on_ranks("layout")
 def test_tensors_of_any_matrices_that_dmuon_owns(rank: int, world: int, layout: str, member: str) -> None:
     mesh, model = LAYOUTS[layout].mesh(CPU), FusedModel()
@@ -123,7 +120,11 @@ def test_tensors_of_any_matrices_that_dmuon_owns(rank: int, world: int, layout: 
 
 
 MULTIPLIERS = {"*.up.weight": 0.5, "blocks.0.*": 2.0, "embed.*": 3.0, "*.bias": 0.25}
-LAID_OUT = cases(["fsdp2-3"], ["ddp"], ["tp-alone", "1d-3", "fsdp2-tp", "cp-mesh"])
+LAID_OUT = [
+    *product(["fsdp2-3"], [*PLACED, "rms", "normuon on a sphere"]),
+    *in_turn("ddp"),
+    *slowly(*in_turn("tp-alone", "1d-3", "fsdp2-tp", "cp-mesh")),
+]
 
 
 @pytest.mark.parametrize(("layout", "member"), [*LAID_OUT, *((n, "multiplied") for n in ("fsdp2-2", "1d", "ddp"))])
@@ -134,32 +135,13 @@ def test_models_as_users_lay_them_out(rank: int, world: int, layout: str, member
     optimizer = laid.optimizer(**MEMBERS.get(member, {}), lr_multipliers=multipliers or None)
     laid.train(optimizer, range(STEPS))
     weights = full_state(laid.network)
-    assert_equal_weights(weights, trained(build(), member, multipliers), NEAR.get(member, 1e-5))
+    assert_equal_weights(weights, trained(member, multipliers), NEAR.get(member, 1e-5))
     assert_same_over_ranks(weights)
 
 
-def trained(model: nn.Module, member: str, multipliers: dict[str, float], steps: int = STEPS) -> dict[str, Tensor]:
-    """In one process: matrices as the paper says, the rest by ``torch.optim.AdamW``."""
-    twin, named = paper(member), dict(model.named_parameters())
-    matrices = [param for name, param in named.items() if is_matrix(name)]
-    factors = {name: next((f for p, f in multipliers.items() if fnmatch(name, p)), 1.0) for name in named}
-    groups = []
-    for name, param in named.items():
-        if is_matrix(name):
-            twin.add(param.detach(), multiplier=factors[name])
-        else:
-            decay = DECAY if param.ndim > 1 else 0.0
-            groups.append({"params": [param], "weight_decay": decay, "lr": LR * factors[name]})
-    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
-    for step in range(steps):
-        model.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        twin.step([param.grad for param in matrices])
-        adamw.step()
-        with torch.no_grad():
-            for param, value in zip(matrices, twin.weights(), strict=True):
-                param.copy_(value)
-    return {name: param.detach().clone() for name, param in named.items()}
+def trained(member: str, multipliers: dict[str, float], steps: int = STEPS) -> dict[str, Tensor]:
+    model = build()
+    return trained_by(paper(member), model, lambda step: loss_of(model, *batch(step)).backward(), steps, multipliers)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -170,12 +152,11 @@ def trained(model: nn.Module, member: str, multipliers: dict[str, float], steps:
     [
         ("fsdp2-2", "fsdp2-3", "adamuon"),
         ("1d", "1d-3", "bf16 momentum"),
-        ("fsdp2-tp", "tp", "normuon"),
+        ("fsdp2-2", "tp", "normuon"),
         *slowly(
             ("experts on 3", "rows on 2", "adamuon"),
             ("rows on 2", "experts alone", "bf16 momentum"),
-            ("1d", "fsdp2-tp", "normuon"),
-            ("fsdp2-2", "1d", "normuon"),
+            ("fsdp2-tp", "1d", "normuon"),
         ),
     ],
 )
@@ -196,7 +177,7 @@ def resumes(rank: int, world: int, path: str, name: str, member: str) -> None:
         shapes = checkpoints.Experts.SHAPES
         expected = {f"weights.{i}": t.reshape(shapes[i]) for i, t in enumerate(twin.weights())}
     else:
-        expected = trained(build(), member, {}, checkpoints.TOTAL)
+        expected = trained(member, {}, checkpoints.TOTAL)
     assert_equal_weights(found, expected, NEAR.get(member, 1e-5))
 
 
@@ -334,35 +315,35 @@ def test_one_number_for_each_output_or_element_is_state(rank: int, world: int, k
         optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", ["owner", "sharded", "replicated"])
 @on_ranks(2)
-def test_a_rank_without_an_input_has_the_moments_of_all_rows(rank: int, world: int, strategy: str) -> None:
+def test_a_rank_without_an_input_has_the_moments_of_all_rows(rank: int, world: int) -> None:
     """Of two ranks one has the only input, and both have a copy of one number for each output."""
     mesh, gradient = init_device_mesh("cpu", (world,)), torch.arange(1.0, 7.0).view(6, 1)
-    whole, cut = nn.Parameter(torch.zeros(6, 1)), nn.Parameter(distribute_tensor(torch.zeros(6, 1), mesh, [Shard(1)]))
     moments = []
-    for param, options in ((whole, {}), (cut, {"strategy": strategy})):
-        group = {"params": [param], "use_muon": True, "second_moment": "row", **options}
-        optimizer = dmuon.Muon([group])
-        param.grad = gradient if param is whole else distribute_tensor(gradient, mesh, [Shard(1)])
+    for strategy in (None, "owner", "sharded", "replicated"):  # the first is of one rank
+        param = parameter(torch.zeros(6, 1), mesh if strategy else None, [Shard(1)])
+        options = {"strategy": strategy} if strategy else {}
+        optimizer = dmuon.Muon([{"params": [param], "use_muon": True, "second_moment": "row", **options}])
+        give(param, gradient)
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
         moments.append(optimizer.state[param]["row_second_moment"])
-    assert moments[1].shape == (6, 1) and moments[1].placements == (Replicate(),)
-    torch.testing.assert_close(local_tensor(moments[1]), moments[0])
+    for found in moments[1:]:
+        assert found.shape == (6, 1) and found.placements == (Replicate(),)
+        torch.testing.assert_close(local_tensor(found), moments[0])
 
 
 ON_SPHERE = {"weight_decay_mode": "hyperball"}
 
 
-@pytest.mark.parametrize("options", [{"second_moment": "row"}, {"second_moment": "element"}, ON_SPHERE])
 @on_ranks(2)
-def test_matrices_that_only_a_users_functions_know_are_refused(rank: int, world: int, options: dict[str, Any]) -> None:
+def test_matrices_that_only_a_users_functions_know_are_refused(rank: int, world: int) -> None:
     weights = Weights()
     weights.shard(0, (6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
-    with pytest.raises(ValueError, match="in a UserRound dmuon does not know where the rows"):
-        weights.optimizer(checkpoints.by_functions(), **options)
+    for options in ({"second_moment": "row"}, {"second_moment": "element"}, ON_SPHERE):
+        with pytest.raises(ValueError, match="in a UserRound dmuon does not know where the rows"):
+            weights.optimizer(checkpoints.by_functions(), **options)
 
 
 # -- signs of momentum ---------------------------------------------------------------------------------------------
@@ -511,18 +492,16 @@ def test_momentum_is_converted_by_a_load() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("form", "options"),
     [
-        {"momentum_dtype": torch.bfloat16},
-        {"ns_dtype": torch.float32},
-        {"orthogonalize": polar},
-        {"second_moment": "element"},
-        {"adjust_lr_fn": lambda shape: 0.5},
+        ("flatten_optimizer_state_dict", {"momentum_dtype": torch.bfloat16}),
+        ("flatten_optimizer_state_dict", {"orthogonalize": polar}),
+        ("flatten_optimizer_state_dict", {"second_moment": "element"}),
+        ("full_state_dict", {"ns_dtype": torch.float32}),
+        ("full_state_dict", {"adjust_lr_fn": lambda shape: 0.5}),
     ],
-    ids=lambda options: next(iter(options)),
 )
-@pytest.mark.parametrize("form", ["flatten_optimizer_state_dict", "full_state_dict"])
-def test_torch_saves_options_that_are_no_numbers(options: dict[str, Any], form: str) -> None:
+def test_torch_saves_options_that_are_no_numbers(form: str, options: dict[str, Any]) -> None:
     chosen = StateDictOptions(**{form: True})
     models = [build(), build()]
     optimizers = [dmuon.Muon(model, **{**OPTIONS, **options}) for model in models]

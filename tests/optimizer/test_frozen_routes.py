@@ -30,7 +30,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
     "all but the head": lambda name: name != "head.weight",
     "everything": lambda name: True,
 }
-BEFORE, AFTER = range(2), range(2, 5)  # steps
+BEFORE, AFTER = range(1), range(1, 3)  # steps
 
 
 def freeze(model: nn.Module, frozen: Callable[[str], bool]) -> None:

@@ -117,7 +117,7 @@ def test_every_rank_gathers_what_one_process_would_see(rank: int, world: int, wa
         assert len(local) < len(gathered), "what it has whole"
 
 
-@pytest.mark.parametrize("layout", ["fsdp2-hsdp", *slowly("hsdp", "tp-ddp", "fsdp2-tp", "ddp", "cp-mesh")])
+@pytest.mark.parametrize("layout", ["fsdp2-hsdp", *slowly("hsdp", "tp-ddp", "ddp")])
 @on_ranks("layout")
 def test_copies_are_counted_once(rank: int, world: int, layout: str) -> None:
     laid = lay(layout, build())

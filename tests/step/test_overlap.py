@@ -119,6 +119,7 @@ STALE: dict[str, Edit] = {
     "some replaced and others edited": some_replaced_and_others_edited,
     "loaded": lambda laid, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
 }
+STEPS = 2  # so that the second begins from what the first has left
 FEW = ("nothing", "clip under a mode", "scaled under a mode", "another backward", "l2 decay")
 
 
@@ -127,7 +128,7 @@ def train(name: str, keep: bool, edit: Edit, overlap: bool) -> tuple[dict[str, T
     laid = lay(name, build(), keep=keep)
     optimizer = dmuon.Muon(laid.model, overlap_backward=overlap, **OPTIONS)
     overlapped = []
-    for step in range(3):
+    for step in range(STEPS):
         optimizer.zero_grad()
         laid.loss(step).backward()
         edit(laid, optimizer)
@@ -146,7 +147,7 @@ def check_overlap(name: str, keep: bool, what: str) -> int:
     found, overlapped, count = train(name, keep, edit, overlap=True)
     with about(what):
         assert_same_tensors(found, expected)
-        assert overlapped == [count if what in STILL_RIGHT and name != "tp" else 0] * 3, f"of {count} batches"
+        assert overlapped == [count if what in STILL_RIGHT and name != "tp" else 0] * STEPS, f"of {count} batches"
     return count
 
 
@@ -154,7 +155,8 @@ def check_overlap(name: str, keep: bool, what: str) -> int:
 @pytest.mark.parametrize(("name", "keep"), [("1d-two-lines", True), *slowly(("1d", False), ("hsdp", False))])
 @on_ranks("name", timeout=300)
 def test_newton_schulz_in_backward_changes_no_bit(rank: int, world: int, name: str, keep: bool) -> None:
-    counts = [check_overlap(name, keep, what) for what in (STILL_RIGHT | STALE if name == "1d" else FEW)]
+    edits = {"1d": (*STILL_RIGHT, *STALE), "hsdp": FEW[:2]}.get(name, FEW)
+    counts = [check_overlap(name, keep, what) for what in edits]
     assert any(counts)
 
 

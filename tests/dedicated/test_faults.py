@@ -295,7 +295,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
 @pytest.mark.pitfall("P68")
 def test_runs_that_end_well_do_not_abort_at_exit(tmp_path: Path) -> None:
     """Without ``let_threads_rest`` 7 of 40 such processes did."""
-    command = [sys.executable, str(PROGRAMS / "exits.py"), "6", "forward", str(tmp_path)]
+    command = [sys.executable, str(PROGRAMS / "exits.py"), "10", "forward", str(tmp_path)]
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert run.stdout.strip() == "{0: 12}", run.stdout + run.stderr
+    assert run.stdout.strip() == "{0: 20}", run.stdout + run.stderr

@@ -1,8 +1,8 @@
 """Start two ranks as often as told and print how many processes ended with which status: COUNT LAST FOLDER [WAY].
 
 LAST is ``step``, ``forward`` or ``state``: what a rank does before it ends. WAY is ``dedicated``, or ``stock`` for
-FSDP2 + AdamW on the same network, in which nothing of dmuon's runs. The process that starts them imports all of it once
-and has one thread, so that each rank is a fork that ends as an interpreter does.
+FSDP2 + AdamW on the same network, in which nothing of dmuon's runs. The process that starts them imports torch once and
+has one thread, so that each rank is a fork that ends as an interpreter does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness.forks import load_all
 from harness.network import full_state, loss_of, shard, shard_blocks
 from harness.toy import LR, batch, build, train
 
@@ -48,8 +47,6 @@ def train_and_end(rank: int, store: Path, last: str, way: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    load_all()
-    torch.optim.AdamW([torch.zeros(1)])  # for which torch imports its compiler
     count, last, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     way = sys.argv[4] if sys.argv[4:] else "dedicated"
     statuses: Counter[int] = Counter()

@@ -103,6 +103,7 @@ class ModuleTree:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._holders: dict[int, list[Holder]] = {}
         self._layers: dict[int, list[Layer]] = {}
+        self._above: dict[tuple[int, str], list[Holder]] = {}
         self.adapters: dict[int, Adapter] = {}
         for module in modules:
             children = module.__dict__.get("_modules", {})  # none before Module.__init__
@@ -122,8 +123,8 @@ class ModuleTree:
 
         Wrappers around layers are left out of paths, and are nobody themselves.
         """
-        level = [(module, name)]
-        found: list[Holder] = []
+        found = self._above.setdefault((id(module), name), [])
+        level = [] if found else [(module, name)]
         for _ in range(_DEPTH):
             found += level
             level = [
@@ -140,10 +141,11 @@ class ModuleTree:
 
     def beside(self, module: nn.Module) -> Iterator[tuple[nn.Module, Layer, list[Layer], list[Layer]]]:
         """For each module that holds the layer ``module``: it, the layer, and the layers before and behind that."""
+        key = id(getattr(module, "weight", None))
         for parent, path in self.above(module, "weight"):
             layers = self.layers(parent) if path.count(".") == 1 else []
             for i, layer in enumerate(layers):
-                if layer.key == id(getattr(module, "weight", None)):
+                if layer.key == key:
                     yield parent, layer, layers[:i], layers[i + 1 :]
 
     def _holding(self, module: nn.Module) -> Iterator[Holder]:
@@ -222,7 +224,7 @@ def _listed(tree: ModuleTree, module: nn.Module, name: str) -> tuple[nn.Module, 
     for owner, path in reversed(tree.above(module, name)):
         numbered = ".".join("#" if part.isdigit() else part for part in path.split("."))
         for rule in _BY_PATH.get(numbered, ()):
-            if _is_of(owner, rule):
+            if _is_of(type(owner), rule):
                 return owner, rule
     return None
 
@@ -270,11 +272,12 @@ def is_depthwise(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd) and module.in_channels == module.groups
 
 
-def _is_of(owner: nn.Module, rule: Rule) -> bool:
-    """Whether ``owner`` is of one of the rule's classes, or made from one, as FSDP2 and users do."""
+@cache
+def _is_of(kind: Any, rule: Rule) -> bool:
+    """Whether this is one of the rule's classes, or made from one, as FSDP2 and users do."""
     return any(
         fnmatchcase(base.__name__, pattern) and f"{base.__module__}.".startswith(rule.package)
-        for base in type(owner).__mro__
+        for base in kind.__mro__
         for pattern in _patterns(rule.classes)
     )
 

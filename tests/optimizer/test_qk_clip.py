@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -210,8 +209,7 @@ def tensor_parallel(model: Network, mesh: DeviceMesh) -> None:
 
 
 def laid(layout: str, kind: str, bias: bool = False) -> topologies.Laid:
-    with patch.object(topologies, "tensor_parallel", tensor_parallel):
-        return lay(layout, build(kind, bias))
+    return lay(layout, build(kind, bias), split=tensor_parallel)
 
 
 TRAINED = [("1d", "mla"), ("hsdp", "interleaved"), ("tp", "gqa"), ("fsdp2-2", "transposed"), ("ddp", "transposed")]

@@ -222,9 +222,10 @@ def known_spec(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) ->
 def _listed(tree: ModuleTree, module: nn.Module, name: str) -> tuple[nn.Module, Rule] | None:
     """What is known of the classes that hold it, be the sizes as they should or not."""
     for owner, path in reversed(tree.above(module, name)):
+        kind: Any = type(owner)
         numbered = ".".join("#" if part.isdigit() else part for part in path.split("."))
         for rule in _BY_PATH.get(numbered, ()):
-            if _is_of(type(owner), rule):
+            if _is_of(kind, rule):
                 return owner, rule
     return None
 

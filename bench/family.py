@@ -5,11 +5,11 @@
     python bench/family.py --members muon,muon@4e-3,muon@1.6e-2,adamw,adamw@3e-3,adamw@6e-3
 
 Prints the validation loss of each seed, and the mean difference from the first member's, with its p-value: of all ways
-to change signs of the seeds' differences, the part whose mean is as far from zero. Learning rates are not tuned for
-each; ``member@lr`` is one with another rate of its matrices. ``fp16`` is what CUDA runs with whole products, ``halves``
-with symmetric products computed by halves and mirrored, both emulated; ``standard`` is fp32 in the standard form.
-``torch`` is torch.optim.Muon, beside torch's AdamW. The last three have weights in bf16: with fp32 masters, rounded
-stochastically, and rounded to the nearest.
+to change signs of the seeds' differences, the part whose mean is as far from zero. ``member@lr`` is one with another
+learning rate of its matrices; AdaMuon and hyperball have the best of five by default, the others Muon's. ``fp16`` is
+what CUDA runs with whole products, ``halves`` with symmetric products computed by halves and mirrored, both emulated;
+``standard`` is fp32 in the standard form. ``torch`` is torch.optim.Muon, beside torch's AdamW. The last three have
+weights in bf16: with fp32 masters, rounded stochastically, and rounded to the nearest.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Settings(Options):
     steps: int = 150
     seeds: tuple[int, ...] = option((0, 1, 2), least=0)
     members: tuple[str, ...] = (
-        *("muon", "cautious", "independent", "l2", "normuon", "adamuon", "hyperball@2e-2", "bf16"),
+        *("muon", "cautious", "independent", "l2", "normuon", "adamuon@1.6e-2", "hyperball@8e-2", "bf16"),
         *WEIGHTS_IN_BF16,
     )
     width: int = 128

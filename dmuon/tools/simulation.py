@@ -88,10 +88,10 @@ class Workload:
         members: dict[str, list[Matrix]] = {}
         for matrix in matrices_of(config):
             members.setdefault(matrix.block, []).append(matrix)
-        met = _experts_met(config) if any(_is_expert(m) for owned in members.values() for m in owned) else 1.0
+        met = _experts_met(config) if any(is_expert(m) for owned in members.values() for m in owned) else 1.0
         blocks = []
         for name, owned in members.items():
-            forward = 2.0 * tokens * sum(m.rows * m.cols * (met if _is_expert(m) else 1.0) for m in owned)
+            forward = 2.0 * tokens * sum(m.rows * m.cols * (met if is_expert(m) else 1.0) for m in owned)
             forward += tokens * sequence * _attention_width(owned)
             elements = sum(m.rows * m.cols for m in owned)
             others = _NORMS_PER_BLOCK * _hidden(config, owned)
@@ -105,7 +105,7 @@ class Workload:
         return (1 + _BACKWARD) * sum(block.flops for block in (*self.blocks, self.ends))
 
 
-def _is_expert(matrix: Matrix) -> bool:
+def is_expert(matrix: Matrix) -> bool:
     """Whether a matrix is a routed expert."""
     return ".experts." in matrix.name
 

@@ -67,6 +67,7 @@ def test_forward_and_backward_by_hand(
     preset(device={"peak_flops": 2e6})
     done = plan(config, "--world", 2, "--tokens", 6, "--sequence", 3)
     assert times(done, ADAMW)[1] == pytest.approx(3 * forward / 1e3, abs=0.006)
+    assert ("expert parallelism is not predicted" in done.out) == (config is MOE)
 
 
 def test_a_step_without_links_memory_or_launches_is_its_computation(

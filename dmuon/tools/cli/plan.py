@@ -22,7 +22,17 @@ from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.solver import CostTable, Matrix, Rank, Shape, plan
 from dmuon.tools.cli import BadArgument, Parser, count, fitted, removed, require_target
 from dmuon.tools.hardware import HARDWARE, Hardware, Topology, wave_costs
-from dmuon.tools.simulation import ERROR, NS_ERROR, Program, Scenario, Workload, held_bytes, newton_schulz_s, step_s
+from dmuon.tools.simulation import (
+    ERROR,
+    NS_ERROR,
+    Program,
+    Scenario,
+    Workload,
+    held_bytes,
+    is_expert,
+    newton_schulz_s,
+    step_s,
+)
 
 _DEFAULT_DEVICE = "h200"
 _SOLVER = "leave it out; plans for a run take it in dedicate_params(solve=dmuon.solver.SolveOptions(…))"
@@ -302,6 +312,8 @@ def _table(ways: Sequence[Way]) -> list[str]:
     lines += ["", *_LEGEND]
     if topology.tp > 1:
         lines.append("left out are activations on their way by tensor parallelism: all steps take longer")
+    if any(is_expert(m) for m in scenario.plan.matrices):
+        lines.append("experts are sharded and gathered like other weights: expert parallelism is not predicted")
     return lines
 
 

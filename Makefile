@@ -52,9 +52,11 @@ bench: $(STAMP)
 	$(call RECORD,ways.py --rounds 5,ways-cpu)
 	$(VENV)/bin/python bench/figures.py --write
 
-# Training curves of every member of the family and every format, three seeds: as long again.
+# Training curves of every member of the family and every format, three seeds, and the rates of two: as long again.
+RATES = $(foreach rate,4e-3 8e-3 1.6e-2 3.2e-2 6.4e-2,adamuon@$(rate)) $(foreach rate,1e-2 2e-2 4e-2 8e-2 1.6e-1,hyperball@$(rate))
 curves: $(STAMP)
 	$(call RECORD,family.py --steps 100,family-cpu)
+	$(call RECORD,family.py --steps 100 --seeds 0 --members $(subst $() ,$(,),$(RATES)),family-rates-cpu)
 	$(VENV)/bin/python bench/figures.py --write
 
 clean:

@@ -142,6 +142,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
         if name in _NORMS:
             return answer_norm(args, kwargs or {}, owned[0].refused)
         if name == _UNSCALE:
+            increment_version([local_tensor(grad) for grad in args[0]])  # by which early updates go
             return check_and_unscale(func, *args)
         if name not in owned[0].allowed:
             raise owned[0].refused(str(func), name)

@@ -167,6 +167,7 @@ QUICK: list[Case] = [
     *all_of(["1d"], ["accumulated"], half=True),
     *all_of(["1d"], ["plain", "branches", "cleared, full", "two forwards two backwards", "momentum cleared"]),
     *all_of(["1d", "fsdp2-2"], ["scaled"]),
+    *all_of(["1d-two-lines"], ["scaled"], muon={"overlap_backward": True}),
     *all_of(["1d"], ["moved", "edited"]),
     *all_of(["1d"], ["edited"], keep=True),
     *all_of(["1d-two-lines", "ddp-2"], ["looked at by one rank"], keep=True),

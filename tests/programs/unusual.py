@@ -604,7 +604,7 @@ def scaled(model: nn.Module, optimizer: Any, loss: Loss) -> None:
             next(grad for grad in held if grad.numel()).view(-1)[0] = torch.inf
         if not alone:
             scaler.unscale_(optimizer)
-        if step != POISONED:
+        if step == POISONED + 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         if alone:
             optimizer.step()

@@ -177,7 +177,10 @@ QUICK: list[Case] = [
     *all_of(["1d-two-lines"], ["sparse gradients", *HIDDEN, *CACHED]),
     *all_of(["1d-two-lines"], KEPT_HIDDEN[:1], keep=True),
     *all_of(["ddp-2"], KEPT_HIDDEN[1:]),
-    *all_of(["1d-two-lines"], ["exceptions", "skipped last, none", "layers that are attributes", "norms in the loss"]),
+    *all_of(
+        ["1d-two-lines"],
+        ["exceptions", "exceptions between", "skipped last, none", "layers that are attributes", "norms in the loss"],
+    ),
     *all_of(["hsdp"], ["accumulated locally", "accumulated in replicas"]),
     *all_of(["1d-two-lines", "ddp-2"], ["cleared, none", *HOOKS]),
     *all_of(["1d-two-lines"], ["gradient hooks"], muon={"overlap_backward": True}),

@@ -307,12 +307,17 @@ class EvenShard(Tensor):
         shard.target.write_even(args[1])
         return shard
 
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        # What takes sizes of layers from here, as peft does for adapters that come later, would take those of a shard.
+        raise RuntimeError(self.refusal)
+
     def storage(self) -> Any:
         target: Any = self.target  # which refuses it
         return target.storage()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"EvenShard({self.target!r}, shape={tuple(self.shape)})"
+        return f"EvenShard({self.target!r}, shape={tuple(self.size())})"
 
 
 def owned_tensor(

@@ -341,10 +341,11 @@ class OwnedBuffer:
     # -- gradients -------------------------------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
-        """Nothing waits for a reduction any more."""
-        for matrix in self.matrices:
-            matrix.full.grad = None
-        self.gradients = GradState.NONE
+        """Drop what was on its way; what waits for a backward that synchronizes stays, as of other parameters."""
+        if self.gradients is not GradState.WAITING:
+            for matrix in self.matrices:
+                matrix.full.grad = None
+            self.gradients = GradState.NONE
 
 
 def fills_wait(comm: Comm) -> bool:

@@ -291,7 +291,7 @@ class Dedicated(Residency):
 
     def __init__(self, runtime: Runtime, params: Sequence[Tensor]) -> None:
         self.params = list(params)
-        self._replicated: list[tuple[Tensor, str]] = []  # in groups of the optimizer, with their names
+        self._whole: list[tuple[Tensor, str]] = []  # or replicated, in groups of the optimizer, with their names
         self._runtime = runtime
         self._of_moments: dict[int, OwnedMatrix] = {}  # by id of what is shown of second moments
         runtime.members.add(self)
@@ -342,8 +342,8 @@ class Dedicated(Residency):
         shared = [[param for param in group if id(param) in of_model] for group in groups]
         self._runtime.gradients.compare(options, [i for i, params in enumerate(shared) if params])
         self._runtime.comm.monitor.note_options(memberships(shared, names))
-        plain = [param for params in shared for param in params if not isinstance(param, DTensor)]
-        self._replicated = [(param, names[id(param)]) for param in plain]
+        whole = [p for params in shared for p in params if isinstance(p, OwnedTensor) or not isinstance(p, DTensor)]
+        self._whole = [(param, names[id(param)]) for param in whole]
 
     def left_out(self, held: set[int]) -> list[str]:
         """Owned matrices that are in no ``Muon``, and other tensors of two or more dimensions that are not in this one.
@@ -377,7 +377,7 @@ class Dedicated(Residency):
                 if matrix.full.grad is not None:
                     waiting.append(matrix.fqn)
         of_this_rank = runtime.gradients.averager.waiting
-        for param, name in self._replicated if of_this_rank else ():
+        for param, name in self._whole if of_this_rank else ():
             if id(param) in of_this_rank and param.grad is not None:
                 waiting.append(name)
         if waiting:
@@ -397,10 +397,10 @@ class Dedicated(Residency):
             )
         # The vote of the next backward tells: this step has none.
         missing: list[str] = []
-        for param, name in self._replicated:
+        for param, name in self._whole:
             if param.grad is None:
                 missing.append(repr(name))
-        told = ", ".join(missing[:_TOLD]) or "none"
+        told = f"{len(missing)}: {', '.join(missing[:_TOLD])}" if missing else "none"
         runtime.comm.monitor.note_options([("parameters without a gradient in a step", told)])
         return present
 
@@ -441,7 +441,7 @@ class Dedicated(Residency):
         for matrix in waiting:  # what other optimizers have of the model waits on
             if id(matrix.rest) in own:
                 matrix.full.grad = None
-        self._runtime.gradients.averager.waiting.difference_update(id(param) for param, _ in self._replicated)
+        self._runtime.gradients.averager.waiting.difference_update(id(param) for param, _ in self._whole)
 
     def shared(self) -> list[Sharing]:
         comm, matrices = self._runtime.comm, list(self._runtime.matrices())

@@ -133,7 +133,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
             twin = args[0].like(local_tensor(args[0]).detach())
             twin.keeper = args[0].keeper
             return twin
-        if func is _COPY and len(args) == 2 and not kwargs and _lie_alike(*args):
+        if func is _COPY and len(args) == 2 and not kwargs and _layout(args[0]) == _layout(args[1]):
             with _told(args[:1]):
                 local_tensor(args[0]).copy_(local_tensor(args[1]))
             return args[0]
@@ -142,6 +142,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
         if name in _NORMS:
             return answer_norm(args, kwargs or {}, owned[0].refused)
         if name == _UNSCALE:
+            increment_version([local_tensor(grad) for grad in args[0]])  # by which early updates go
             return check_and_unscale(func, *args)
         if name not in owned[0].allowed:
             raise owned[0].refused(str(func), name)
@@ -306,12 +307,17 @@ class EvenShard(Tensor):
         shard.target.write_even(args[1])
         return shard
 
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        # What takes sizes of layers from here, as peft does for adapters that come later, would take those of a shard.
+        raise RuntimeError(self.refusal)
+
     def storage(self) -> Any:
         target: Any = self.target  # which refuses it
         return target.storage()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"EvenShard({self.target!r}, shape={tuple(self.shape)})"
+        return f"EvenShard({self.target!r}, shape={tuple(self.size())})"
 
 
 def owned_tensor(
@@ -331,15 +337,6 @@ def owned_tensor(
 
 
 clip_by_lists(OwnedTensor)
-
-
-def _lie_alike(target: Tensor, source: Tensor) -> bool:
-    return target is source or (
-        isinstance(target, OwnedTensor)
-        and isinstance(source, OwnedTensor)
-        and (target.shape, target.layout_key, target.placements) == (source.shape, source.layout_key, source.placements)
-        and target.device_mesh is source.device_mesh
-    )
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], owned: Sequence[OwnedTensor]) -> Any:

@@ -201,9 +201,10 @@ class GradAverager:
         held: dict[int, nn.Parameter] = {}
         for _, module in self._managed.named_modules():
             for param in module._parameters.values():
-                if param is None or not param.requires_grad or id(param) in self._others:
+                if param is None or id(param) in self._others:
                     continue
-                if self._comm.world > 1 or isinstance(param, DTensor):
+                trains = param.requires_grad or id(param) in self.waiting  # what waits is averaged, frozen or not
+                if trains and (self._comm.world > 1 or isinstance(param, DTensor)):
                     held[id(param)] = param
         if held.keys() == self._found.keys() and self.looked:
             return

@@ -476,8 +476,8 @@ class Runtime:
     def recover(self) -> None:
         """Clean up after a backward that raised: nothing more of it may reach a gradient.
 
-        Blocks that it had reduced before keep what they got, as ordinary parameters do; gradients accumulated without
-        synchronization are dropped.
+        Blocks that it had reduced before keep what they got, and what was accumulated without synchronization waits on,
+        as of ordinary parameters.
         """
         if current_backward() is not None:
             return

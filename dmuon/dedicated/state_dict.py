@@ -41,7 +41,7 @@ def hook_state_dicts(roots: Sequence[nn.Module], runtime: Runtime) -> None:
     for module in nn.ModuleList(roots).modules():
         if hooks.resting(module):
             module.register_state_dict_post_hook(partial(hooks.save))  # torch sets an attribute of it
-            module.register_load_state_dict_pre_hook(hooks.load)
+        module.register_load_state_dict_pre_hook(hooks.load)
 
 
 def describe(value: Any, param: Tensor) -> str | None:
@@ -124,7 +124,9 @@ class _StateDicts:
         """Replace each value by what the owner has of it."""
         keys = {prefix + name: matrix for name, matrix in self.resting(module).items()}
         errors: list[str] = further[-1]
-        if keys and self._errors is not errors:
+        # Before what lies above them has been replaced.
+        replaces = metadata.get("assign_to_params_buffers", False) and any(map(self.resting, module.modules()))
+        if (keys or replaces) and self._errors is not errors:
             self._compare(state_dict, keys, {}, metadata)
         for key, matrix in keys.items():
             if key not in state_dict:

@@ -400,7 +400,7 @@ class Muon(torch.optim.Optimizer):
             for dedicated in self._dedicated:  # which hold it weakly
                 dedicated.listen(self._early.landed)
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
-        tell_products(self.param_groups, residencies, rounds)
+        self._products = tell_products(self.param_groups, residencies, self._device)
 
     def flush(self) -> None:
         """Apply what strategy ``"fused"`` has left for later. Collective if it has left anything."""
@@ -412,7 +412,7 @@ class Muon(torch.optim.Optimizer):
         found: list[tuple[str, str]] = []
         for number, index in enumerate(groups):
             if index < len(self.param_groups):
-                for name, value in describe(self.param_groups[index]):
+                for name, value in (*describe(self.param_groups[index]), ("products", self._products[index])):
                     found.append((f"{name} of group {number}", value))
         return found if self._qk_clip is None else [*found, ("qk_clip", repr(self._qk_clip))]
 

@@ -23,7 +23,6 @@ from dmuon.model.makeup import ModuleTree, longest_path, looks_fused, makeup_of,
 from dmuon.model.matrix_spec import Names, spec_of
 from dmuon.platform.host import logger
 from dmuon.step.residency import Alone, Residency
-from dmuon.step.rounds import Round
 from dmuon.step.update import Done, Terms, numerics_of
 
 _P = ParamSpec("_P")
@@ -272,18 +271,18 @@ def _warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable
 
 
 def tell_products(
-    groups: Sequence[Mapping[str, Any]], residencies: Sequence[Residency], rounds: Sequence[Round]
-) -> None:
-    """What computes symmetric products on GPUs. All ranks decide it here: quack's trial would hold up a step."""
-    batches = [(groups[round_.index], batch) for round_ in rounds for batch in round_.batches]
-    on_gpus = [(group, batch) for group, batch in batches if batch.device.type == "cuda"]
-    found = {(batch.device, numerics_of(group, batch.dtype, batch.device).storage) for group, batch in on_gpus}
-    for device, storage in sorted(found, key=str):
-        if storage in HALF:  # others take whole products
-            backend, others = products_on(device, storage)
-            if _speaks(residencies):
-                why = f" ({others})" if others else ""
-                _log.info("large symmetric products of %s on %s are computed by %s%s", storage, device, backend, why)
+    groups: Sequence[Mapping[str, Any]], residencies: Sequence[Residency], device: torch.device
+) -> list[str]:
+    """What computes symmetric products of each group on a GPU. All ranks decide it here: quack's trial takes long."""
+    found = [("", "")] * len(groups)  # products of others than halves are whole
+    for number, group in enumerate(groups if device.type == "cuda" else ()):
+        storage = numerics_of(group, torch.float32, device).storage if group["use_muon"] else None
+        if storage in HALF:
+            found[number] = products_on(device, storage)
+    for backend, others in sorted({*found} - {("", "")}) if _speaks(residencies) else ():
+        why = f" ({others})" if others else ""
+        _log.info("large symmetric products on %s are computed by %s%s", device, backend, why)
+    return [backend for backend, _ in found]
 
 
 def _speaks(residencies: Iterable[Residency]) -> bool:

@@ -156,9 +156,11 @@ def test_a_part_of_a_model_is_saved_by_itself_and_not_assigned(rank: int, world:
     block = {name: tensor.full_tensor() for name, tensor in run.model.blocks[0].state_dict().items()}
     expected = {n.removeprefix("blocks.0."): t for n, t in full_state(run.model).items() if n.startswith("blocks.0.")}
     assert_same_tensors(block, expected)
+    before = [*map(id, run.model.parameters())]
     for part, assign in ((run.model, True), (run.model.blocks[0], rank == 1)):
         with pytest.raises(ValueError, match="assign=False" if part is run.model else "assign=True"):
             part.load_state_dict(part.state_dict(), assign=assign)
+        assert [*map(id, run.model.parameters())] == before, "nothing was replaced"
 
 
 # -- even shards that checkpointing writes into what to_local() of an owned parameter gives ----------------------------

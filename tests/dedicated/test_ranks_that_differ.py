@@ -80,6 +80,20 @@ def test_options_that_differ_from_the_start_are_told_in_the_first_backward(rank:
     assert optimizer is not None
 
 
+@pytest.mark.parametrize("layout", ["1d-two-lines", "fsdp2-2"])
+@on_ranks("layout")
+def test_products_that_ranks_compute_otherwise_are_told(rank: int, world: int, layout: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            dmuon.optimizer.muon, "tell_products", lambda groups, *_: [["quack", "triton"][rank]] * len(groups)
+        )
+        laid = lay(layout, build())
+        optimizer = laid.optimizer()
+        with pytest.raises(dmuon.CollectiveError, match=r"products of group 0=triton"):
+            laid.backward(0)
+            optimizer.step()
+
+
 @pytest.mark.parametrize("layout", ["1d-two-lines", pytest.param("tp-two-lines", marks=pytest.mark.slow)])
 @on_ranks("layout")
 def test_a_parameter_that_one_rank_alone_freezes_is_named(rank: int, world: int, layout: str) -> None:

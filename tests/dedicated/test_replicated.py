@@ -158,6 +158,20 @@ def test_whatever_a_model_trains_is_averaged(
             torch.testing.assert_close(found[name], grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@on_ranks(2)
+def test_what_freezes_while_its_gradient_waits_is_averaged(rank: int, world: int) -> None:
+    alone, model = build(), build()
+    dedicate(model)
+    with dmuon.no_sync(model):
+        loss_of(alone, *batch(0)).backward()
+        loss_of(model, *shard(batch(0), rank, world)).backward()
+    for one in (alone, model):
+        one.head.requires_grad_(False)
+    loss_of(alone, *batch(1)).backward()
+    loss_of(model, *shard(batch(1), rank, world)).backward()
+    torch.testing.assert_close(model.head.weight.grad, alone.head.weight.grad)
+
+
 @pytest.mark.pitfall("P86")
 @on_ranks(2)
 def test_what_thaws_is_averaged_though_nobody_calls_the_model_itself(rank: int, world: int) -> None:

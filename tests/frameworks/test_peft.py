@@ -108,7 +108,10 @@ def test_adapters_come_to_a_dedicated_model_under_whole_weights(rank: int, world
     for parts in (1, world):
         model = build()
         if parts > 1:
-            dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+            mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))  # without names it takes other sizes
+            dmuon.dedicate_params(model, mesh, costs="flops")
+            with pytest.raises(RuntimeError, match=r"is not an even shard: .*with dmuon.summon_full_params\(model\)"):
+                peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
         with dmuon.summon_full_params(model) if parts > 1 else nullcontext():
             torch.manual_seed(2)
             model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))

@@ -165,16 +165,14 @@ def test_on_the_cpu_it_is_not_asked_for():
 
 
 def test_the_log_says_what_multiplies_and_why(hopper, caplog):
-    batch = SimpleNamespace(device=CUDA, dtype=torch.float32)
     group = {"ns_coefficients": "polar_express", "ns_steps": 5, "ns_dtype": None, "orthogonalize": None}
-    rounds = [SimpleNamespace(index=0, batches=[batch, batch, SimpleNamespace(device=CPU, dtype=torch.float32)])]
+    groups = [{**group, "use_muon": True}, {**group, "use_muon": True}, {"use_muon": False}]
     with caplog.at_level(logging.INFO, logger="dmuon"):
-        tell_products([group], [], rounds)
+        tell_products(groups, [], CUDA)
+        tell_products(groups, [], CPU)
         hopper.capability = (8, 0)
         chosen()
-        tell_products([group], [], rounds)
+        tell_products(groups, [], CUDA)
     first, second = (record.getMessage() for record in caplog.records)
-    assert first == "large symmetric products of torch.float16 on cuda:0 are computed by quack"
-    assert second.startswith(
-        "large symmetric products of torch.float16 on cuda:0 are computed by triton (quack: it is tried"
-    )
+    assert first == "large symmetric products on cuda:0 are computed by quack"
+    assert second.startswith("large symmetric products on cuda:0 are computed by triton (quack: it is tried")

@@ -409,6 +409,25 @@ def exceptions(model: nn.Module, optimizer: Any, loss: Loss) -> None:
         optimizer.step()
 
 
+def exceptions_between(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """A backward that does not synchronize fails before it comes to a block: what was accumulated before it counts."""
+
+    def exhausted(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    for step in range(3):
+        optimizer.zero_grad()
+        accumulate(model, "none")
+        (loss(2 * step) / 2).backward()
+        handle = model.blocks[-1].register_forward_hook(lambda _m, _a, out: out.register_hook(exhausted) and None)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss(80 + step).backward()
+        handle.remove()
+        accumulate(model, "full")
+        (loss(2 * step + 1) / 2).backward()
+        optimizer.step()
+
+
 def only_forwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     optimizer.step()  # before the first forward, without gradients
     with torch.no_grad():
@@ -604,7 +623,7 @@ def scaled(model: nn.Module, optimizer: Any, loss: Loss) -> None:
             next(grad for grad in held if grad.numel()).view(-1)[0] = torch.inf
         if not alone:
             scaler.unscale_(optimizer)
-        if step != POISONED:
+        if step == POISONED + 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         if alone:
             optimizer.step()
@@ -719,6 +738,7 @@ PROGRAMS: dict[str, Program] = {
         loss=optional_loss,
     ),
     "exceptions": Program(exceptions, alone=True),
+    "exceptions between": Program(exceptions_between, alone=True),
     "cleared, full": Program(partial(cleared, kind="full")),
     **{f"cleared, {kind}": Program(partial(cleared, kind=kind), alone=True) for kind in ("none", "replica")},
     "gradient hooks": Program(hooked),

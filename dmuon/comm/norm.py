@@ -11,6 +11,7 @@ rank without elements takes part, since it holds a placeholder.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -22,12 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from dmuon.comm.monitor import waiting
 from dmuon.comm.process_groups import named, ranks_of
+from dmuon.kernels import streams_of
+from dmuon.model.matrix_spec import NAME
 from dmuon.platform.torch_private import local_tensor, without_torch_function
-
-
-def absent_term(order: float) -> float:
-    """The term of no elements."""
-    return math.inf if order == -math.inf else 0.0
 
 
 def local_terms(tensors: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
@@ -45,10 +43,8 @@ def local_terms(tensors: Sequence[Tensor], order: float, foreach: bool | None) -
 
 
 def join_terms(terms: Tensor, order: float) -> Tensor:
-    """The term of several whole tensors together, ``()``; for order 0 it counts tensors, as torch does."""
-    if math.isinf(order):
-        return terms.amax() if order > 0 else terms.amin()
-    return terms.ne(0).double().sum() if order == 0 else terms.sum()
+    """The term of several whole tensors together, ``()``, for a positive order."""
+    return terms.amax() if math.isinf(order) else terms.sum()
 
 
 def norms_of(terms: Tensor, order: float) -> Tensor:
@@ -56,20 +52,38 @@ def norms_of(terms: Tensor, order: float) -> Tensor:
     return terms.pow(1.0 / order) if order != 0 and math.isfinite(order) else terms
 
 
-def reduce_terms(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
+def reduce_terms(terms: Tensor, order: float, group: dist.ProcessGroup, said: Sequence[object] = ()) -> None:
     """Join the terms of parts that lie on different ranks, ``(n,)``, in place; NaN wins.
 
     For an infinite order they may be any numbers, of which the largest or the smallest is found.
+
+    Args:
+        said: what tells the tensors from others, the same on all ranks. A digest travels beside the terms: the sums of
+            it and of its square are so many times what one rank has, or its largest and smallest value are that, only
+            if all have the same.
+
+    Raises:
+        RuntimeError: ranks have said otherwise. On an accelerator, which nobody waits for, terms are NaN then.
     """
-    if math.isfinite(order):
-        all_reduce(terms, dist.ReduceOp.SUM, group, "norm")
-        return
-    # MAX and MIN of floats may drop NaN, as gloo's do: whether there is one is asked beside, by another number.
+    digest = zlib.crc32(repr(said).encode()) & 0xFFFF
+    count, marks, op, both = group.size(), (digest, digest**2), dist.ReduceOp.SUM, terms
     sign, unknown = math.copysign(1.0, order), terms.isnan()
-    both = torch.stack([torch.where(unknown, -math.inf, terms * sign), unknown.double()])
-    all_reduce(both, dist.ReduceOp.MAX, group, "largest element")
-    greatest, any_unknown = both.unbind()
-    terms.copy_(torch.where(any_unknown > 0, math.nan, greatest * sign))
+    if not math.isfinite(order):
+        # MAX and MIN of floats may drop NaN, as gloo's do: whether there is one is asked beside, by another number.
+        count, marks, op = 1, (digest, -digest), dist.ReduceOp.MAX
+        both = torch.cat([torch.where(unknown, -math.inf, terms * sign), unknown.double()])
+    both = torch.cat([both, *(both.new_full((1,), number) for number in marks)])
+    all_reduce(both, op, group, "norm")
+    differs = (both[-2] != count * marks[0]) | (both[-1] != count * marks[1])
+    if streams_of(both.device) is None and differs.tolist():
+        raise RuntimeError(
+            f"ranks {list(ranks_of(group))} join norms of different tensors, this one of {len(said)} such as "
+            f"{list(said[:3])}: pass the same ones on all of them, and make such calls in one order"
+        )
+    found = both[: len(terms)]
+    if not math.isfinite(order):
+        found = torch.where(both[len(terms) : -2] > 0, math.nan, found * sign)
+    terms.copy_(found.masked_fill(differs, math.nan))
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str) -> None:
@@ -99,7 +113,7 @@ def require_summed(tensors: Sequence[Tensor], what: str) -> None:
 
 def named_tensor(tensor: Tensor) -> str:
     """A tensor, for messages."""
-    fqn = getattr(tensor, "fqn", None)
+    fqn = getattr(tensor, "fqn", getattr(tensor, NAME, None))
     return f"{'a tensor' if fqn is None else repr(fqn)} of shape {tuple(tensor.shape)}"
 
 
@@ -176,16 +190,18 @@ def whole_terms(
     foreach: bool | None,
     device: torch.device,
     absent: Collection[int] = (),
+    names: Sequence[str] = (),
 ) -> Tensor:
     """The terms of ``n`` tensors of any kinds, ``(n,)`` on ``device``. Collective: once a layout.
 
     Args:
         absent: numbers of those that only lie as others do, of which this rank lacks its part: they add nothing.
+        names: if given, of all tensors that lie alike there is one term, which tells ranks with others from this one.
     """
     by_split: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_split.setdefault(split_over(tensor), []).append(i)
-    whole: list[Tensor] = list(tensors)
+    whole: dict[int, Tensor] = {}
     for groups, members in by_split.items():
         kinds = _kinds(tensors, members)
         terms = []
@@ -194,12 +210,15 @@ def whole_terms(
             if absent:
                 parts = [part.new_empty(0) if i in absent else part for i, part in zip(same, parts, strict=True)]
             terms.append(local_terms(parts, order, foreach).to(device))
-        term = torch.cat(terms)
+        term, numbers = torch.cat(terms), [i for same in kinds for i in same]
+        said: Sequence[object] = [tuple(tensors[i].shape) for i in numbers]
+        if names:  # in whatever order they come
+            said = sorted(names[i] for i in numbers)
+            term, numbers = join_terms(term, order).reshape(1), numbers[:1]
         for group in groups:
-            reduce_terms(term, order, group)
-        for i, one in zip((i for same in kinds for i in same), term.split(1), strict=True):
-            whole[i] = one
-    return torch.cat(whole)
+            reduce_terms(term, order, group, said)
+        whole |= zip(numbers, term.split(1), strict=True)
+    return torch.cat([whole[i] for i in sorted(whole)])
 
 
 def answer_norm(args: Sequence[Any], kwargs: dict[str, Any], refuse: Callable[[str], Exception]) -> Any:
@@ -228,9 +247,6 @@ def answer_norm(args: Sequence[Any], kwargs: dict[str, Any], refuse: Callable[[s
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each tensor, ``()``. Collective."""
     require_summed(tensors, "norm")
-    for tensor in tensors:
-        if (order < 0 or order == math.inf) and not tensor.numel():
-            raise RuntimeError(f"{named_tensor(tensor)} has no elements, and so no norm of order {order}")
     norms = norms_of(whole_terms(tensors, order, None, local_tensor(tensors[0]).device), order).unbind()
     pairs = zip(tensors, norms, strict=True)
     return [_number(norm, tensor, (dtype or tensor.dtype).to_real()) for tensor, norm in pairs]

@@ -176,6 +176,7 @@ def _check_positive(name: str, value: object) -> None:
 
 _WHOLE = MatrixSpec()
 _REMEMBERED, _FAULT, _FLAT = "_dmuon_matrices", "_dmuon_fault", "_dmuon_flat"
+NAME = "_dmuon_name"  # attribute of a parameter, by which others know what its optimizer calls it
 
 
 class FlatShard(NamedTuple):

@@ -19,7 +19,7 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.exchanged.generators import recipe_of
 from dmuon.layout.matrices import ways_of
-from dmuon.model.matrix_spec import MatrixSpec, fault_of, spec_of
+from dmuon.model.matrix_spec import NAME, MatrixSpec, fault_of, spec_of
 from dmuon.model.routing import Exclude, Select, require_fitting
 from dmuon.optimizer.groups import (
     Remembered,
@@ -340,6 +340,9 @@ class Muon(torch.optim.Optimizer):
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._canonical)  # by id of the parameter
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if " " not in self._names[id(param)]:  # which others share, whatever groups they have
+                setattr(param, NAME, self._names[id(param)])
         self._wrapping.note(self.param_groups)
         planned = next((g for g in self.param_groups if g["use_muon"] and g["params"]), None)
         ns = NsOptions.named(planned or {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn as nn
 from harness.clipping import ORDERS, operations, single_process, with_gradient
 from harness.on_ranks import on_ranks
+from harness.topologies import lay
 from harness.toy import build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -63,7 +65,12 @@ def test_a_mixture_of_dtypes_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"), [((1.0, math.nan), "norm_type"), ((-1.0,), "max_norm"), ((math.nan,), "max_norm")]
+    ("arguments", "match"),
+    [
+        *(((1.0, order), "norm_type") for order in (math.nan, 0.0, -math.inf)),
+        ((-1.0,), "max_norm"),
+        ((math.nan,), "max"),
+    ],
 )
 def test_arguments_without_a_meaning_are_refused(arguments: tuple[float, ...], match: str) -> None:
     param = with_gradient(torch.ones(2))
@@ -73,14 +80,10 @@ def test_arguments_without_a_meaning_are_refused(arguments: tuple[float, ...], m
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_gradient_without_elements_is_as_in_torch(order: float) -> None:
+def test_a_gradient_without_elements_adds_nothing(order: float) -> None:
     params = [with_gradient(torch.ones(3)), with_gradient(torch.ones(0, 2))]
-    if 0 <= order < math.inf:
-        assert float(dmuon.clip_grad_norm_(params, 9.0, order)) == pytest.approx(float(torch_clip(params, 9.0, order)))
-        return
-    for clip in (torch_clip, dmuon.clip_grad_norm_):
-        with pytest.raises(RuntimeError, match=r"elements|empty"):
-            clip(params, 9.0, order)
+    expected = float(torch_clip(params[:1], 9.0, order))
+    assert float(dmuon.clip_grad_norm_(params, 9.0, order)) == pytest.approx(expected)
 
 
 def test_a_used_generator_is_said_to_be_empty() -> None:
@@ -130,3 +133,30 @@ def test_a_gradient_that_one_rank_lacks_counts_where_it_is(rank: int, world: int
             if param.grad is not None:
                 clipped = torch.full((2, 3), (number + 1.0)) / total
                 torch.testing.assert_close(param.grad.to_local(), clipped, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@on_ranks(2)
+def test_lists_that_meet_other_lists_are_refused_and_clip_nothing(rank: int, world: int, order: float) -> None:
+    """Also where only one rank asks, such as for a log; and lists of the same shapes, whose names an optimizer knows.
+
+    Within a list any order will do.
+    """
+    mesh = init_device_mesh("cpu", (world,))
+    wholes = [torch.full(shape, shape[0] + 0.5) for shape in [(2, 3), (4,), (5, 2)]]
+    params = [with_gradient(distribute_tensor(whole, mesh, [Shard(0)])) for whole in wholes]
+    refused = partial(
+        pytest.raises, RuntimeError, match=r"ranks \[0, 1\] join norms of different .* calls in one order"
+    )
+    for lists in ((params[:2], params[:1]), (params[:2], params[1:])):
+        with refused():
+            dmuon.clip_grad_norm_(lists[rank], 1.0, order)
+    total = dmuon.clip_grad_norm_(params[:: 1 - 2 * rank], 1e9, order)
+    expected = torch.linalg.vector_norm(torch.cat([whole.flatten() for whole in wholes]), order)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0.0)
+    laid = lay("fsdp2-2", build())
+    laid.backward(0)
+    optimizer = laid.optimizer()
+    with refused():
+        dmuon.clip_grad_norm_(laid.network.blocks[rank].parameters(), 1.0, order)
+    optimizer.step()

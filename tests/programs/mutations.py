@@ -115,7 +115,7 @@ FAULTS = {
         "gradients_grow_to_the_limit": "coefficient = «torch.clamp(→»limit / (total + 1e-6)«, max=1.0)→»",
     },
     f"{CLIP} -k equals_a_single_process": {
-        "a_nan_of_another_rank_is_lost": "terms.copy_(torch.where(any_unknown > «0→1», math.nan, greatest * sign))",
+        "a_nan_of_another_rank_is_lost": "found = torch.where(both[len(terms) : -2] > «0→1», math.nan, found * sign)",
     },
     "tests/planning/test_cost_lookup.py -k another_devices": {
         "costs_of_another_device_fit": 'return replace(self, driver="", torch="", cuda=""«→, device=""», compilers="")',

@@ -465,6 +465,24 @@ def test_updates_of_several_optimizers_wait_for_one_block(rank: int, world: int)
 
 
 @on_ranks(2)
+def test_weights_that_change_while_their_update_waits_are_told(rank: int, world: int) -> None:
+    """Such as by a mask, or a clip, behind the step: what waits is of the weights as they were."""
+    laid = lay("fsdp2-2", build())
+    optimizer = laid.optimizer(strategy="fused")
+    weight = laid.network.blocks[1].up.weight
+    for changes in (False, True):
+        laid.backward(0)
+        optimizer.step()
+        if not changes:
+            optimizer.flush()
+        with torch.no_grad():
+            weight.mul_(0.5)
+    for read in (lambda: laid.loss(1), optimizer.flush, laid.network.state_dict):
+        with pytest.raises(RuntimeError, match=r"'blocks\.1\.up\.weight' was changed .*optimizer\.flush\(\) before"):
+            read()
+
+
+@on_ranks(2)
 def test_what_fsdp_does_not_unshard_cannot_wait(rank: int, world: int) -> None:
     for laid in (lay("ddp", build()), lay("tp-alone", build())):
         with pytest.raises(ValueError, match=r"strategy='fused' for '.*blocks.*', which no fully_shard unshards"):

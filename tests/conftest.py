@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 from harness import polling
 from harness.pool import RankPool
+from harness.worker import forget_garbage
 
 # Folders that take long, in the order in which several processes begin them, so that these end at about the same time.
 LONGEST_FIRST = (
@@ -42,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_cache], ignore_errors=True)
+    gc.unfreeze()  # or extensions tell of what they take for leaks
+
+
+def pytest_collection_finish() -> None:
+    """Each optimizer that is built collects garbage, and looks for modules among all objects."""
+    forget_garbage()
 
 
 # -- processes that share a run: see tests/run.py ------------------------------------------------------------------

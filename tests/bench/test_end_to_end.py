@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from harness.commands import ROOT, run_bench
-from harness.limits import PROGRAM_SECONDS
+from harness.commands import ROOT
 
 MODULE = "exchange"
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "1"]
@@ -18,16 +18,18 @@ ROW = re.compile(r"^\| ([A-Z\w][^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", 
 
 
 @pytest.mark.slow
-def test_all_modes_agree_with_each_other_and_with_a_single_process(bench: ModuleType, tmp_path: Path) -> None:
+def test_all_modes_agree_with_each_other_and_with_a_single_process(
+    bench: ModuleType, run_in_pool: Callable[..., str], tmp_path: Path
+) -> None:
     out = tmp_path / "result.json"
-    said = run_bench("exchange.py", *TINY, *BRIEF, "--json", out)
+    said = run_in_pool("exchange", *TINY, *BRIEF, "--json", out)
     result = json.loads(out.read_text())
     programs = result["programs"]
     assert list(programs) == [*bench.MODES, bench.GATHER, bench.DEDICATED, bench.ADAMW]
     assert all(name in said for name in programs)
     assert str(tmp_path) not in out.read_text(), "the command has the place of the record"
     assert {"command", "commit", "date", "machine", "versions", "seconds", "settings"} <= result.keys()
-    assert run_bench("exchange.py", "--read", out) == said
+    assert run_in_pool("exchange", "--read", out) == said
     for name in bench.MODES:
         row = programs[name]
         assert row["equal"], f"{name}: {row}"
@@ -50,10 +52,10 @@ def test_a_slower_loopback_is_refused_where_the_tools_are_missing(
 
 
 @pytest.mark.slow
-def test_the_ablation_says_what_parts_save_on_several_ranks(tmp_path: Path) -> None:
+def test_the_ablation_says_what_parts_save_on_several_ranks(run_in_pool: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = ["--programs", "ablation", "--worlds", "1,2", *TINY, "--rounds", "1", "--warmup", "0", "--costs", "flops"]
-    said = run_bench("step.py", *options, "--json", out)
+    said = run_in_pool("step", *options, "--json", out)
     record = json.loads(out.read_text())
     assert record["worlds"].keys() == {"1", "2"} and "2 ranks, exposed CPU" in said
     for world, found in record["worlds"].items():
@@ -65,11 +67,13 @@ def test_the_ablation_says_what_parts_save_on_several_ranks(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_all_ways_are_right_and_owners_send_what_the_article_says(tmp_path: Path) -> None:
+def test_all_ways_are_right_and_owners_send_what_the_article_says(
+    run_in_pool: Callable[..., str], tmp_path: Path
+) -> None:
     out = tmp_path / "result.json"
     sizes = ["--count", "3", "--side", "16", "--rows", "16", "--cols", "64", "--world", "2", "--rounds", "1"]
     sizes += ["--thin-rows", "16", "--thin-cols", "128", "--warmup", "0", "--costs", "flops"]
-    said = run_bench("ways.py", *sizes, "--json", out)
+    said = run_in_pool("ways", *sizes, "--json", out)
     for case, rows in json.loads(out.read_text())["cases"].items():
         of_large = [] if case == "small" else ["large sharded", "teams"]
         assert list(rows) == ["owner", "replicated", "full_replication", "sharded", *of_large, "auto"]
@@ -81,9 +85,9 @@ def test_all_ways_are_right_and_owners_send_what_the_article_says(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.pitfall("P59")
-def test_the_page_says_what_is_counted(tmp_path: Path) -> None:
+def test_the_page_says_what_is_counted(run_in_pool: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "memory.json"
-    run_bench("memory.py", "--json", out, seconds=2 * PROGRAM_SECONDS)
+    run_in_pool("memory", "--json", out)
     counted = json.loads(out.read_text())["rows"]
     section = (ROOT / "docs" / "how-to" / "memory.md").read_text().split("## How much")[0]
     said = {name: [float(n) for n in numbers] for name, *numbers in ROW.findall(section)}

@@ -92,6 +92,9 @@ def test_it_runs_without_a_gpu_and_says_what_was_predicted(tmp_path: Path, monke
     assert found["dry"] and [*found["parts"]] == ["checks", "kernels", "costs", "steps 1", "steps 2"]
     rows = {row["what"]: row for row in found["verdict"]}
     assert rows["lines of dmuon-check that fail"]["held"]
+    lines = json.loads((tmp_path / "hour/checks.json").read_text())["lines"]
+    passed = [line["where"].split()[0] for line in lines if (line["check"], line["status"]) == ("checkpoint", "pass")]
+    assert {*passed} == {"1d", "ddp", "tp", "fsdp2"}
     assert {"dmuon over AdamW, 2 GPUs", "dedicated over AdamW, 2 GPUs"} <= rows.keys()
     programs = json.loads((tmp_path / "hour/steps-2.json").read_text())["programs"]
     assert {"adamw", "dmuon", "dedicated", "torch.optim.Muon"} <= programs.keys()

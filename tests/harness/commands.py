@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from harness.limits import PROGRAM_SECONDS
 
@@ -31,3 +32,8 @@ def run_bench(script: str, *arguments: object, seconds: float = PROGRAM_SECONDS)
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     return done.stdout
+
+
+def bench_worker(rank: int, _world: int, worker: Callable[..., Any], *args: Any) -> Any:
+    """On a rank of the pool: what a program of bench/ lets each rank do, whose settings have the world."""
+    return worker(rank, *args)

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.forks import CONTEXT
-from harness.worker import begin
+from harness.worker import begin, forget_garbage
 
 POLL_SECONDS = 0.02
 GROUP_SECONDS = 60.0  # how long collectives of the default process group wait
@@ -79,6 +79,7 @@ def run_job(
 
 def _child(log: str, program: Callable[..., None], rank: int, *args: Any) -> None:
     begin(log)
+    forget_garbage()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     program(rank, *args)
 

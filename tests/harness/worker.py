@@ -231,7 +231,7 @@ def work(rank: int, connection: Connection, log: str) -> None:
     groups = _Groups()
     environment = dict(os.environ)
     directory = os.getcwd()
-    _forget_garbage()
+    forget_garbage()
     connection.send_bytes(b"ready")
     while True:
         try:
@@ -250,15 +250,15 @@ def work(rank: int, connection: Connection, log: str) -> None:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)
-        _forget_garbage()
+        forget_garbage()
         connection.send_bytes(pickle.dumps((problem, intact)))
 
 
 _count, _freeze = gc.get_freeze_count, gc.freeze
 
 
-def _forget_garbage() -> None:
-    """Collect what the call left; the next collection passes over what stays, modules and caches.
+def forget_garbage() -> None:
+    """Collect what there is; the next collection passes over what stays, modules and caches.
 
     dmuon brings back what is frozen, since its user may have frozen the model: it hears of none of this, until a test
     freezes something itself. To count what is frozen takes as long as to walk over it.

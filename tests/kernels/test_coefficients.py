@@ -76,13 +76,6 @@ def test_automatic_restarts_are_safe_and_fewest(preset, steps, dtype):
         assert not any(is_safe(coefficients, schedule, dtype) for schedule in fewer)
 
 
-@pytest.mark.parametrize("preset", QUINTICS)
-def test_presets_restart_once_in_fp16_and_fp32(preset):
-    coefficients = coefficient_sequence(preset, 5)
-    expected = (3,) if preset == "classic" else (2,)
-    assert safe_restarts(coefficients, torch.float16) == safe_restarts(coefficients, torch.float32) == expected
-
-
 @pytest.mark.pitfall("P41")
 @pytest.mark.parametrize(
     ("preset", "restarts", "dtype"),

@@ -64,7 +64,7 @@ def test_a_second_call_gives_the_same_bits_and_nan_stays_in_its_matrix(backend):
 @pytest.mark.pitfall("P43")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", LIMIT)
-@pytest.mark.parametrize("m", [1, 15, 63, 64, 65, 129, 300, 513, 1100])
+@pytest.mark.parametrize("m", [1, 15, 63, 64, 65, 129, 513, 1025])
 def test_gram_matrices_and_products_that_commute_are_symmetric_bitwise_around_the_edges_of_blocks(backend, dtype, m):
     x, (r, q) = gaussian(m, 2 * m + 3, dtype=dtype) / math.sqrt(m), commuting(m, m, dtype=dtype)
     c = r + q.mT
@@ -76,15 +76,6 @@ def test_gram_matrices_and_products_that_commute_are_symmetric_bitwise_around_th
     ):
         assert torch.equal(found, found.mT) and found.dtype == dtype
         assert (found - exact).abs().max() <= LIMIT[dtype] * exact.abs().max().clamp(min=1)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("k", "m", "p"), [(2, 33, 50), (3, 64, 0), (0, 8, 8)])
-def test_batches_and_what_is_empty(backend, k, m, p):
-    x = gaussian(k, m, p)
-    found = symmetric_product(x, x.mT, alpha=0.5, backend=backend)
-    assert found.shape == (k, m, m) and torch.equal(found, found.mT)
-    torch.testing.assert_close(found.double(), 0.5 * (x.double() @ x.double().mT), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -54,13 +53,6 @@ def locals_of(case: Case) -> list[Tensor]:
     return held
 
 
-def copies_of(case: Case) -> list[tuple[int, ...]]:
-    """By position its coordinates in the mesh dimensions that hold copies."""
-    _, sizes, placements = case
-    along = [i for i, placement in enumerate(placements) if isinstance(placement, Replicate)]
-    return [tuple(at[i] for i in along) for at in product(*map(range, sizes))]
-
-
 # -- layouts of DTensors --------------------------------------------------------------------------------------------
 
 
@@ -81,23 +73,6 @@ def test_every_piece_is_the_local_tensor_that_torch_makes(case: Case) -> None:
         assert piece.covers(case[0]) == torch.equal(local, whole)
         if not piece.numel:
             assert piece.blocks() == []
-
-
-@EXAMPLES
-@given(sharded())
-def test_the_pieces_of_a_copy_partition_the_whole(case: Case) -> None:
-    layout = layout_of(*case)
-    copies = copies_of(case)
-    assert sorted(set(layout.replicas)) == list(range(len(set(copies))))
-    whole = numbered(case[0])
-    elements = [local.numel() for local in locals_of(case)]
-    for owner, mine in enumerate(copies):
-        of_copy = [i for i, copy in enumerate(copies) if copy == mine]
-        assert [i for i, number in enumerate(layout.replicas) if number == layout.replicas[owner]] == of_copy
-        sources = spread_over_all(layout).copy_with(owner)
-        assert sorted(sources) == [i for i in of_copy if elements[i]]
-        held = torch.cat([part_of(whole, layout.pieces[i]).flatten() for i in sources])
-        assert torch.equal(held.sort().values, whole.flatten())
 
 
 @EXAMPLES
@@ -131,29 +106,6 @@ def test_local_shapes_tell_the_layout(case: Case) -> None:
     found = layout_from_shapes(shapes, sizes, dims)
     assert found == layout_of(shape, sizes, placements)
     assert found.split_dim == layout_of(shape, sizes, placements).split_dim
-
-
-@st.composite
-def uneven(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
-    """Lengths that an outer and an inner dimension of the grid cut rows into, and columns of a third."""
-    outer, inner, columns = (draw(st.integers(1, 3)) for _ in range(3))
-    length = st.integers(0, 4)
-    rows = draw(st.lists(st.lists(length, min_size=inner, max_size=inner), min_size=outer, max_size=outer))
-    return rows, draw(st.lists(length, min_size=columns, max_size=columns))
-
-
-@EXAMPLES
-@given(uneven())
-def test_shards_of_any_lengths_have_their_place(case: tuple[list[list[int]], list[int]]) -> None:
-    rows, columns = case
-    whole = numbered((sum(map(sum, rows)), sum(columns)))
-    parts = whole.split([length for inner in rows for length in inner])
-    held = [block for part in parts for block in part.split(columns, 1)]
-    sizes = (len(rows), len(rows[0]), len(columns))
-    layout = layout_from_shapes([tuple(block.shape) for block in held], sizes, (0, 0, 1))
-    assert layout.shape == tuple(whole.shape) and set(layout.replicas) == {0}
-    for piece, block in zip(layout.pieces, held, strict=True):
-        assert torch.equal(part_of(whole, piece), block)
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

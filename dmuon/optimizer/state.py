@@ -77,7 +77,7 @@ class _Row:
     def begin(self) -> None:
         """As it is where no state says otherwise."""
         if self.key == MASTER:
-            self.local.copy_(local_tensor(self.param))
+            self.local.copy_(local_tensor(self.param).detach())  # a load may be under way with gradients on
         else:
             self.local.zero_()
 
@@ -242,18 +242,17 @@ class Momentum:
         # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
         pairs = list(zip(saved_groups, optimizer.param_groups, strict=False))
         keys = {id(p): key for s, g in pairs for key, p in zip(s["params"], g["params"], strict=True)}
-        loads = [(row, keys[id(row.param)]) for row in self._rows if id(row.param) in keys]
         others = [(p, group) for _, group in pairs if not group["use_muon"] for p in group["params"]]
         saved = {key: state_dict["state"].get(key, {}) for key in keys.values()}
-        values = [saved[key].get(row.key) for row, key in loads]
-        items: list[_Item] = [(row.param, row.like, row.what, v) for (row, _), v in zip(loads, values, strict=True)]
+        loads = [(row, saved[keys[id(row.param)]].get(row.key)) for row in self._rows if id(row.param) in keys]
+        items: list[_Item] = [(row.param, row.like, row.what, value) for row, value in loads]
         for param, _ in others:
             of_param = saved[keys[id(param)]]
             where = f"of {self._names[id(param)]!r} in the saved state"
             items += [(param, param, f"{key} {where}", of_param.get(key)) for key in (*MOMENTS, MASTER)]
         self._require_loadable(fault, items)
         state = dict(state_dict["state"])
-        stored = [(row, value) for (row, _), value in zip(loads, values, strict=True)]
+        stored: list[tuple[_Row, Tensor | None]] = [*loads]
         for param, group in others:
             of_param, name = state.pop(keys[id(param)], {}), repr(self._names[id(param)])
             begins = of_param.get("step") is None
@@ -269,7 +268,8 @@ class Momentum:
                     row = _Row(param, name, _AS_TORCH_SAYS, local_tensor(fresh[key]), key, param)
                     stored.append((row, of_param[key]))
         _store(stored)
-        for (row, key), value in zip(loads, values, strict=True):
+        for row, value in loads:
+            key = keys[id(row.param)]
             kept = _others_in(state.pop(key, {}))
             if value is None and not row.is_trained:
                 self.shown.pop(id(row.like), None)
@@ -277,9 +277,8 @@ class Momentum:
                 self.shown.setdefault(id(row.like), row.local)  # until the new state shows it
             if kept or id(row.param) in self.shown:
                 state[key] = kept
-        _log.debug("loaded momentum of %d of %d parameters", sum(v is not None for v in values), len(self._rows))
-        groups = [completed(s, g) for s, g in pairs]
-        return {**state_dict, "state": state, "param_groups": groups}
+        _log.debug("loaded momentum of %d of %d parameters", sum(v is not None for _, v in loads), len(self._rows))
+        return {**state_dict, "state": state, "param_groups": [completed(s, g) for s, g in pairs]}
 
     def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Show what was loaded: torch has made a new state, in which all would have the dtype of the parameters."""
@@ -346,26 +345,27 @@ def _loading_faults(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str,
     ):
         yield "the state dict has no param_groups and state; pass what an optimizer's state_dict() returned"
         return
-    counts = [sum(len(g["params"]) for g in some) for some in (saved, groups)]
-    if counts[0] != counts[1]:
-        yield f"the saved optimizer has {counts[0]} parameters, this one {counts[1]}; build it over the same model"
     if len(saved) != len(groups):
         yield f"the saved optimizer has {len(saved)} groups, this one {len(groups)}; build it with the same groups"
     for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
         sizes = len(theirs["params"]), len(ours["params"])
         if sizes[0] != sizes[1]:
-            yield f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
-        moments = [group.get("second_moment") for group in (completed(theirs, ours), ours)]
-        if moments[0] != moments[1]:
-            yield (
-                f"group {index} has second_moment={moments[0]!r} in the saved optimizer, {moments[1]!r} in this one; "
-                "build it with the same, or change that in the saved group"
-            )
-        if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
-            yield f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
-    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
+            what = f"group {index} has {sizes[0]} parameters in the saved optimizer, {sizes[1]} in this one"
+            yield f"{what}; build it over the same model, with the same groups"
+        if theirs.keys() == {"params"} and any(states.get(key) for key in theirs["params"]):  # DCP has matched groups
+            yield f"group {index} has state but no options in the saved optimizer; build this one with the same groups"
+        loaded = completed(theirs, ours)
+        for name in ("second_moment", "lr_multiplier"):
+            there, here = loaded.get(name), ours.get(name)
+            if there != here and (name == "second_moment" or here is None):
+                yield (
+                    f"group {index} has {name}={there!r} in the saved optimizer, {here!r} in this one; "
+                    "build it with the same, or change that in the saved group"
+                )
+        if loaded["use_muon"] != ours["use_muon"]:
+            yield f"group {index} has use_muon={loaded['use_muon']} in the saved optimizer, the opposite in this one"
         try:
-            check_options({**completed(theirs, ours), "params": ours["params"]})
+            check_options({**loaded, "params": ours["params"]})
         except (TypeError, ValueError) as error:
             yield f"group {index} of the saved optimizer: {error}"
         for key in theirs["params"]:

@@ -201,6 +201,16 @@ def test_multipliers_stay_where_schedulers_and_checkpoints_change_rates() -> Non
         dmuon.Muon(build(), **OPTIONS).load_state_dict(saved)
 
 
+def test_groups_that_dcp_merges_or_divides_are_refused() -> None:
+    """Of several saved groups it gives one the options of the last; of one saved group, the last of several."""
+    model = build()
+    plain, multiplied = (dmuon.Muon(model, **OPTIONS, lr_multipliers=some) for some in (None, MULTIPLIERS))
+    with pytest.raises(ValueError, match=r"group 0 has lr_multiplier=\S+ in the saved optimizer, None in this one"):
+        set_optimizer_state_dict(model, plain, get_optimizer_state_dict(model, multiplied))
+    with pytest.raises(ValueError, match="group 0 has state but no options in the saved optimizer"):
+        set_optimizer_state_dict(model, multiplied, get_optimizer_state_dict(model, plain))
+
+
 def test_tensors_that_come_with_names_are_multiplied() -> None:
     model = build()
     named = [(name, param) for name, param in model.named_parameters() if is_matrix(name)]

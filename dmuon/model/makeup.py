@@ -450,7 +450,7 @@ _FUSED = re.compile(
 )
 _UNLESS_TAKEN = re.compile(r"(?<![a-z])(in_proj|gate_up(?![a-z])|up_gate|w12|w13|w1_w3)")  # whole by a later layer
 _TOLD = re.compile(  # not refused; the latter of what a block is conditioned on
-    r"(?<![a-z])(w?kv|qk|fused_|ada(?!pt)|film|gru|lstm)|_fused|adaln|(layer|rms)norm$|modulation|scale_shift|shift_scale"
+    r"(?<![a-z])(w?kv|qk|fused_|ada(?!pt)|film|gru|lstm)|_fused|adaln|modulation|scale_shift|shift_scale"
 )
 _GLU = re.compile(r"(?i:glu|gated_?linear_?unit)(?![a-z])")  # in names of classes, where it begins no other word
 SHARES = (2, 3, 4)  # gate and up, or keys and values; queries, keys and values; those and a gate

@@ -158,7 +158,6 @@ def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path
         (node(img_mod=of("Modulation", lin=linear(D, 6 * D))), "img_mod.lin.weight", False),
         (of("Block", ada_lin=nn.Sequential(nn.SiLU(), linear(D, 6 * D))), "ada_lin.1.weight", False),
         (nn.Sequential(linear(D, 2 * H), of("SwiGLU")), "0.weight", False),
-        (node(norm=of("OneRMSNorm", dense=linear(D, 3 * D)), up=linear(D, H)), "norm.dense.weight", False),
         (of("GRUCell", layers=nn.Sequential(linear(2 * D, 3 * D))), "layers.0.weight", False),
         (node(up=of("ParallelLinear", weight=bare(2 * H, D)), down=linear(H, D)), "up.weight", False),
         (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch.nn as nn
 
-from dmuon.model.makeup import INPUT_EMBEDDING, RECURRENT, SHARES, Holder, Layer, Makeup, is_table
+from dmuon.model.makeup import INPUT_EMBEDDING, RECURRENT, SHARES, Layer, Makeup, ModuleTree, is_table
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -213,13 +214,9 @@ def _others_alike(model: nn.Module, found: Sequence[_Element], holders: Set[int]
 
 
 def blocks_by_module(blocks: Iterable[NamedModule]) -> dict[int, list[NamedModule]]:
-    """Map ``id(submodule)`` to the blocks that contain it (more than one only for a shared submodule)."""
+    """Map ``id(submodule)`` to the blocks that contain it: several of a shared submodule, or of a block that is one."""
     table: dict[int, list[NamedModule]] = {}
-    seen: set[int] = set()
     for fqn, block in blocks:
-        if id(block) in seen:
-            continue
-        seen.add(id(block))
         for sub in block.modules():
             table.setdefault(id(sub), []).append((fqn, block))
     return table
@@ -231,35 +228,40 @@ INPUT_LAYER, OUTPUT_LAYER = "input layer", "output layer"
 _CHANNELS = 8  # images have fewer; of wider layers two may be joined, also where a decoder is registered first
 
 
-def layers_of(
-    model: nn.Module,
-    params: Sequence[tuple[str, nn.Parameter, Sequence[Holder]]],
-    makeups: Mapping[int, Makeup],
-    embeddings: Mapping[int, str],
-) -> tuple[list[Layer], set[int], set[int]]:
-    """What :func:`find_end_layers` asks for: layers in the order of the model, widths of embeddings, known heads."""
-    order = {id(module): i for i, module in enumerate(model.modules())}
-    layers: list[tuple[int, Layer]] = []
-    embedded: set[int] = set()
-    heads: set[int] = set()
-    for _, param, sites in params:
-        for module, _ in sites:
-            if isinstance(module, RECURRENT):
-                embedded |= {module.hidden_size, 2 * module.hidden_size}
+class Widths(NamedTuple):
+    """How many features the parts of a model take and give."""
+
+    layers: list[Layer]  # in the order of the model
+    embedded: set[int]  # widths of embeddings; a model that has some need not have an input layer
+    heads: set[int]  # keys of layers that are known to be output layers; if there are any, no other one is
+    vocabularies: set[int]  # how many rows embeddings have
+    others: set[int]  # sides of tensors that are no layers, which may multiply what a layer gives
+
+
+def widths_of(model: nn.Module, makeups: Mapping[int, Makeup], embeddings: Mapping[int, str]) -> Widths:
+    """Those of ``model``, of whose tensors we know the makeup and which are embeddings or tied to one, by id."""
+    found = Widths([], set(), set(), set(), set())
+    for module in model.modules():
+        if isinstance(module, RECURRENT):
+            found.embedded.update({module.hidden_size, 2 * module.hidden_size})
+        for param in module.parameters(recurse=False):
             if is_table(module):
-                embedded |= {*param.shape[-1:]}  # of an embedding of one's own, which may have vectors too
+                found.embedded.update(param.shape[-1:])  # of an embedding of one's own, which may have vectors too
+                found.vocabularies.update(param.shape[:-1])
             elif param.ndim > 1 and makeups[id(param)].is_layer:
                 layer = Layer.of(module, param)
                 if embeddings.get(id(param)) == INPUT_EMBEDDING:
-                    embedded.add(layer.gives)
+                    found.embedded.add(layer.gives)
                     continue
-                layers.append((order[id(module)], layer))
+                found.layers.append(layer)
                 if id(param) in embeddings:
-                    heads.add(id(param))
-    return [layer for _, layer in sorted(layers, key=lambda item: item[0])], embedded, heads
+                    found.heads.add(id(param))
+            elif param.ndim > 1:
+                found.others.update(param.shape[-2:])
+    return found
 
 
-def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: Collection[int]) -> dict[int, str]:
+def find_end_layers(widths: Widths) -> dict[int, str]:
     """Which layers take what goes into a model, and which give what comes out of it.
 
     The output layer is the last one, unless others take what it gives, and it feeds one that feeds none. The input
@@ -267,14 +269,10 @@ def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: C
     them are of their kind: those that take as many features as the input layer, if nothing gives so many, and those
     that take as many as the output layer and give as many, or fewer than they take and a number met nowhere else.
 
-    Args:
-        layers: in the order of the model.
-        embedded: widths of embeddings. A model that has some need not have an input layer.
-        heads: keys of layers that are known to be output layers; if there are any, no other one is.
-
     Returns:
         ``"input layer"`` or ``"output layer"``, by key.
     """
+    layers, embedded, heads, _, _ = widths
     if not layers:
         return {}
     ends = dict.fromkeys(heads, OUTPUT_LAYER)
@@ -293,21 +291,50 @@ def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: C
     return ends
 
 
-def find_end_convolutions(layers: Sequence[Layer], embedded: Collection[int]) -> dict[int, str]:
-    """The same for stacks, of which convolutions may be a part that take the input, or as the last one give the output.
+def find_ends_in_blocks(widths: Widths, tree: ModuleTree, blocks: Sequence[NamedModule]) -> dict[int, str]:
+    """The same for stacks, whose blocks may hold what takes the input, and heads.
 
-    The last one does if it gives fewer channels than it takes, and only layers that take the input take so many.
+    Convolutions are input layers that take what the first one takes. A block that is a chain of layers may be an MLP
+    beside others, such as a critic, or a head: its last layer is an output layer if it gives less than it takes, and
+    nobody takes that. Its first one then is an input layer if nobody gives what it takes, as is the first of a model.
+    What gives a feature for each row of an embedding, more than it takes, is an output layer if nobody takes these.
     """
-    if not any(layer.spatial for layer in layers):
+    layers = widths.layers
+    if not layers:
         return {}
-    last, end = _last(layers), layers[-1]
+    last = _last(layers)
     within = [layer for layer in layers if layer is not last]
-    first = _first(within, within, embedded)
-    takes = first.takes if first is not None and first.spatial else None
-    ends = {layer.key: INPUT_LAYER for layer in within if layer.spatial and layer.takes == takes}
-    if end.spatial and end.gives < end.takes and all(layer.key in ends for layer in layers if layer.takes == end.gives):
-        ends[end.key] = OUTPUT_LAYER
-    return ends
+    first = _first(within, within, widths.embedded)
+    chains = [chain for _, block in blocks if (chain := _chain(tree, block))]
+    before = {layer.key for chain in chains for layer in chain[:-1]}  # what these give the next one takes
+    behind = {layer.key for chain in chains for layer in chain[1:]}
+    ends = {}
+    if first is not None and first.spatial and first.takes < first.gives:  # wider ones are joined from other layers
+        ends = {layer.key: INPUT_LAYER for layer in within if layer.spatial and layer.takes == first.takes}
+    taken = {layer.takes for layer in layers if layer.key not in behind | ends.keys()} | widths.embedded | widths.others
+    given = {layer.gives for layer in layers if layer.key not in before} | widths.embedded
+    final = [chain[-1] for chain in chains if chain[-1].gives < chain[-1].takes]
+    final += [layer for layer in layers if layer.gives in widths.vocabularies and layer.gives > layer.takes]
+    outputs = {layer.key: OUTPUT_LAYER for layer in final if not any(_feeds(layer.gives, n) for n in taken)}
+    for start, end in ((chain[0], chain[-1]) for chain in chains):
+        if (end.key in outputs or start == first) and not any(_feeds(n, start.takes) for n in given):
+            ends[start.key] = INPUT_LAYER
+    return ends | outputs
+
+
+def _chain(tree: ModuleTree, block: nn.Module) -> list[Layer]:
+    """The layers of a block that is a chain of them and nothing else; none of another one."""
+    layers = tree.layers(block)
+    held = [(isinstance(holder, nn.ModuleList), part) for holder in block.modules() for part in holder.children()]
+    is_flat = all(len(tree.layers(part)) < 2 for in_list, part in held if in_list or not _is_list(part))  # no experts
+    is_all = len(layers) == sum(param.ndim > 1 for param in block.parameters())
+    return layers if is_flat and is_all and all(a.gives == b.takes for a, b in pairwise(layers)) else []
+
+
+def _feeds(gives: int, takes: int) -> bool:
+    """Whether a layer may take what another one gives: all, one of a few shares, or that of several together."""
+    small, large = sorted((gives, takes))
+    return small == large or (small >= _CHANNELS and large % small == 0 and (small == gives or large <= 16 * small))
 
 
 def _last(layers: Sequence[Layer]) -> Layer:
@@ -318,13 +345,15 @@ def _last(layers: Sequence[Layer]) -> Layer:
 
 
 def _first(layers: Sequence[Layer], givers: Sequence[Layer], embedded: Collection[int]) -> Layer | None:
-    """The first layer whose features no other one of ``givers`` gives, nor two alike, nor embeddings side by side."""
+    """The first layer whose features no other of ``givers`` gives, nor two alike, embeddings, or gates before it."""
     given = Counter(layer.gives for layer in givers)
+    before = 0
     for layer in layers:
         n = layer.takes
         others = given[n] - (layer in givers and layer.gives == n)
         joined = given[n // 2] if n >= _CHANNELS and n % 2 == 0 else 0
-        if not (others or joined) and all(n % width for width in embedded if width > 1):
+        gated, before = before == 2 * n, layer.gives
+        if not (others or joined or gated) and all(n % width for width in embedded if width > 1):
             return layer
     return None
 

@@ -37,15 +37,16 @@ class Rule(NamedTuple):
 
 
 def size(owner: nn.Module, name: str) -> int:
-    """A size by the name of an attribute of ``owner`` or of its ``config``; ``a*b`` is a product, ``a|b`` either."""
-    product = 1
-    for factor in name.split("*"):
+    """A size by the name of an attribute of ``owner`` or of its ``config``; ``a*b/c`` as in Python, ``a|b`` either."""
+    product, _, divisor = name.partition("/")
+    result = 1
+    for factor in product.split("*"):
         values = (_attribute(owner, option) for option in factor.split("|"))
         found = next((value for value in values if value is not None), None)
         if found is None or found < 1:
             raise Unknown
-        product *= found
-    return product
+        result *= found
+    return result // size(owner, divisor) if divisor else result
 
 
 def _attribute(owner: nn.Module, name: str) -> int | None:
@@ -89,13 +90,9 @@ def blocked(*lengths: str) -> Layout:
     return layout
 
 
-def first_or(*lengths: str) -> Layout:
-    """The first of these parts alone, as some layers have it, or all of them."""
-
-    def layout(owner: nn.Module, rows: int) -> MatrixSpec:
-        return MatrixSpec() if rows == size(owner, lengths[0]) else blocked(*lengths)(owner, rows)
-
-    return layout
+def first_or(length: str, otherwise: Layout) -> Layout:
+    """One matrix if it has this length; else ``otherwise``."""
+    return lambda owner, rows: MatrixSpec() if rows == size(owner, length) else otherwise(owner, rows)
 
 
 def per_head(*lengths: str, heads: str = "") -> Layout:
@@ -141,12 +138,10 @@ def _repeated(parts: tuple[int, ...], rows: int, heads: int | None) -> MatrixSpe
     return MatrixSpec(parts, repeats=rows // period)
 
 
-def _queries_keys_values(owner: nn.Module, rows: int) -> MatrixSpec:
-    """GPT-2's: keys and values alone where queries come from another layer."""
-    return equal(2 if hasattr(owner, "q_attn") else 3)(owner, rows)
-
-
-def _falcon(owner: nn.Module, rows: int) -> MatrixSpec:
+def _multi_query(owner: nn.Module, rows: int) -> MatrixSpec:
+    """Of one head of keys and values, or of several that heads of queries share, or of as many."""
+    if hasattr(owner, "q_attn"):
+        raise Unknown  # GPTBigCode's cross-attention splits by other sizes than it is built with
     head, heads = size(owner, "head_dim"), size(owner, "num_heads|num_attention_heads")
     if getattr(owner, "new_decoder_architecture", False):
         shared = size(owner, "num_kv_heads")
@@ -154,34 +149,6 @@ def _falcon(owner: nn.Module, rows: int) -> MatrixSpec:
     if getattr(owner, "multi_query", False):
         return MatrixSpec((heads * head, head, head))
     return _repeated((head, head, head), rows, heads)
-
-
-def _gpt_bigcode(owner: nn.Module, rows: int) -> MatrixSpec:
-    if hasattr(owner, "q_attn"):
-        raise Unknown  # its cross-attention splits by other sizes than it is built with
-    head = size(owner, "head_dim")
-    if getattr(owner, "multi_query", False):
-        return MatrixSpec((size(owner, "embed_dim"), head, head))
-    return _repeated((head, head, head), rows, size(owner, "num_heads"))
-
-
-def _codegen(owner: nn.Module, rows: int) -> MatrixSpec:
-    """Made for four devices: each has its heads' queries, values and keys."""
-    local = size(owner, "num_attention_heads*head_dim") // 4
-    return _repeated((local, local, local), rows, 4)
-
-
-def _linear_attention(owner: nn.Module, rows: int) -> MatrixSpec:
-    """Queries, keys, values and gates of each head of keys, which several heads of values share."""
-    key, heads = size(owner, "head_k_dim"), size(owner, "num_k_heads")
-    values = size(owner, "num_v_heads") // heads * size(owner, "head_v_dim")
-    return _repeated((key, key, values, values), rows, heads)
-
-
-def _linear_attention_gates(owner: nn.Module, rows: int) -> MatrixSpec:
-    heads = size(owner, "num_k_heads")
-    shared = size(owner, "num_v_heads") // heads
-    return _repeated((shared, shared), rows, heads)
 
 
 def _focal(owner: nn.Module, rows: int) -> MatrixSpec:
@@ -207,11 +174,6 @@ def _timm_kv(owner: nn.Module, rows: int) -> MatrixSpec:
     if hasattr(owner, "val_dim") and hasattr(owner, "key_dim"):
         return per_head("key_dim", "val_dim", heads="num_heads")(owner, rows)
     return equal(2)(owner, rows)
-
-
-def _adapter_of_halves(owner: nn.Module, rows: int) -> MatrixSpec:
-    """Two low-rank layers, of which the second gives what is added to halves."""
-    return MatrixSpec() if rows == size(owner, "adapter_rank") else equal(2)(owner, rows)
 
 
 def _gated_by_halves(owner: nn.Module, rows: int) -> MatrixSpec:
@@ -268,9 +230,10 @@ _HF, _TIMM, _TITAN, _DIFFUSERS = "transformers.", "timm.", "torchtitan.", "diffu
 
 _HEAD = ("head_dim", "head_dim", "head_dim")  # queries, keys and values of a head
 _KEYS_VALUES = ("num_key_value_heads*head_dim", "num_key_value_heads*head_dim")
-_WINDOWS = first_or("head_dim", "head_dim")  # which overlap, or one
-_STATE = ("time_step_rank", "ssm_state_size", "ssm_state_size")
-_SSM = ("n_groups*ssm_state_size", "n_groups*ssm_state_size", "num_heads")
+_KEYS_VALUES_ALONE = equal_if("is_cross_attention", True, 2, 3)  # if queries come from another layer
+_WINDOWS = first_or("head_dim", blocked("head_dim", "head_dim"))  # one, or two that overlap
+_STATE = ("time_step_rank|dt_rank", "ssm_state_size|d_state", "ssm_state_size|d_state")
+_SSM = ("n_groups|ngroups*ssm_state_size|d_state",) * 2 + ("num_heads|nheads",)
 
 
 RULES: tuple[Rule, ...] = (
@@ -278,7 +241,7 @@ RULES: tuple[Rule, ...] = (
     Rule("in_proj_weight", "MultiheadAttention", blocked("embed_dim", "embed_dim", "embed_dim"), "torch."),
     Rule("c_attn.weight", "CausalSelfAttention", blocked("n_embd", "n_embd", "n_embd")),
     # queries, keys and values, one behind the other
-    Rule("c_attn.weight", "GPT2Attention DecisionTransformerGPT2Attention ImageGPTAttention", _queries_keys_values),
+    Rule("c_attn.weight", "GPT2Attention DecisionTransformerGPT2Attention ImageGPTAttention", _KEYS_VALUES_ALONE),
     Rule("c_attn.weight", "Attention", equal(3), "transformers.models.openai."),
     Rule("att_proj.weight", "BarkSelfAttention", equal(3)),
     Rule("Wqkv.weight", "ModernBertAttention MptAttention", equal(3)),
@@ -306,9 +269,12 @@ RULES: tuple[Rule, ...] = (
     # the same in each head
     Rule("query_key_value.weight", "GPTNeoXAttention GPTNeoXJapaneseAttention", per_head(*("head_size",) * 3)),
     Rule("query_key_value.weight", "BloomAttention PersimmonAttention", per_head(*_HEAD, heads="num_heads")),
-    Rule("query_key_value.weight", "FalconAttention", _falcon),
-    Rule("c_attn.weight", "GPTBigCodeAttention", _gpt_bigcode),
-    Rule("qkv_proj.weight", "CodeGenAttention", _codegen),
+    Rule("query_key_value.weight", "FalconAttention", _multi_query),
+    Rule("c_attn.weight", "GPTBigCodeAttention", _multi_query),
+    Rule(
+        "qkv_proj.weight", "CodeGenAttention",  # made for four devices: each has its heads' queries, values and keys
+        per_head(*("num_attention_heads*head_dim/4",) * 3, heads="4"),
+    ),
     Rule("qkv_proj.weight", "MiniMaxLightningAttention", per_head(*_HEAD, heads="num_attention_heads")),
     Rule(
         "in_proj.weight", "DisentangledSelfAttention",
@@ -333,7 +299,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("q_gate_proj.weight", "AXK2Attention", per_head("qk_head_dim", "v_head_dim", heads="num_heads")),
     # keys and values
-    Rule("kv_a_proj_with_mqa.weight wkv_a.weight", "*", first_or("kv_lora_rank", "qk_rope_head_dim")),
+    Rule(
+        "kv_a_proj_with_mqa.weight wkv_a.weight", "*",
+        first_or("kv_lora_rank", blocked("kv_lora_rank", "qk_rope_head_dim")),
+    ),
     Rule("kv_b_proj.weight", "*", per_head("qk_nope_head_dim", "v_head_dim", heads="num_heads|num_attention_heads")),
     Rule("wkv_b.weight", "*", per_head("qk_nope_head_dim", "v_head_dim", heads="num_heads|n_heads|n_local_heads")),
     Rule("kv_proj.weight", "JetMoeAttention", equal(2)),
@@ -342,7 +311,7 @@ RULES: tuple[Rule, ...] = (
     Rule("kv_proj.weight", "DeepseekV4Attention", whole),
     # gates beside what they gate
     Rule("gate_up_proj.weight", "*", equal(2), _HF),
-    Rule("gate_up_proj_adapter_list.#.#.weight", "Zamba2MLP", _adapter_of_halves),
+    Rule("gate_up_proj_adapter_list.#.#.weight", "Zamba2MLP", first_or("adapter_rank", equal(2))),
     Rule("Wi.weight", "ModernBert*MLP", equal(2), _HF),
     Rule("fc1.weight", "Moonshine*DecoderMLP MoshiGatingMLP KyutaiSpeechToTextGatingMLP", equal(2), _HF),
     Rule("input_linear.weight", "GraniteMoe*MLP GraniteMoe*MoE JetMoeMoE", equal(2), _HF),
@@ -378,18 +347,21 @@ RULES: tuple[Rule, ...] = (
     Rule("in_proj.weight", "MambaMixer FalconMambaMixer JambaMambaMixer", equal(2)),
     Rule("in_proj.weight", "Mamba", equal(2), "mamba_ssm."),
     Rule("in_proj.weight", "ZambaMambaMixer", per_head("1", "1")),
-    Rule("x_proj.weight", "MambaMixer FalconMambaMixer JambaMambaMixer", blocked(*_STATE)),
-    Rule("x_proj.weight", "Mamba", blocked("dt_rank", "d_state", "d_state"), "mamba_ssm."),
+    Rule("x_proj.weight", "Mamba MambaMixer FalconMambaMixer JambaMambaMixer", blocked(*_STATE)),
     Rule("x_proj_weight", "ZambaMambaMixer", blocked(*_STATE)),
     Rule("dt_proj_weight", "ZambaMambaMixer", whole),
     Rule(
         "in_proj.weight",
-        "Mamba2Mixer Zamba2MambaMixer BambaMixer FalconH1Mixer NemotronHMamba2Mixer GraniteMoeHybridMambaLayer",
-        blocked("intermediate_size", "intermediate_size", *_SSM),
+        "Mamba2 Mamba2Simple Mamba2Mixer Zamba2MambaMixer BambaMixer FalconH1Mixer NemotronHMamba2Mixer "
+        "GraniteMoeHybridMambaLayer",
+        blocked(*("intermediate_size|d_ssm|d_inner",) * 2, *_SSM),
     ),
     Rule("in_proj.weight", "Lfm*ShortConv", equal(3), _HF),
-    Rule("in_proj_qkvz.weight", "Qwen3Next*", _linear_attention, _HF),
-    Rule("in_proj_ba.weight", "Qwen3Next*", _linear_attention_gates, _HF),
+    Rule(  # queries, keys, values and gates of each head of keys, which several heads of values share
+        "in_proj_qkvz.weight", "Qwen3Next*",
+        per_head("head_k_dim", "head_k_dim", *("num_v_heads*head_v_dim/num_k_heads",) * 2, heads="num_k_heads"), _HF,
+    ),
+    Rule("in_proj_ba.weight", "Qwen3Next*", per_head(*("num_v_heads/num_k_heads",) * 2, heads="num_k_heads"), _HF),
     Rule("in_proj_qkv.weight", "*GatedDeltaNet", blocked("key_dim", "key_dim", "value_dim"), _HF),
     Rule("in_proj_z.weight in_proj_a.weight in_proj_b.weight", "*GatedDeltaNet", whole, _HF),
     Rule("patch_embedding_projection.weight", "BltLocal*", whole, _HF),

@@ -114,10 +114,6 @@ class ModuleTree:
                 factors = (children.get(name) or nn.Module()).children()
                 self.adapters |= {id(factor): Adapter.of(module, name == "lora_B") for factor in factors}
 
-    @classmethod
-    def of(cls, model: nn.Module) -> ModuleTree:
-        return cls(model.modules())
-
     def above(self, module: nn.Module, name: str) -> list[Holder]:
         """``module`` and what holds it, upwards, each with the path from it to the parameter ``name``.
 
@@ -454,7 +450,7 @@ _FUSED = re.compile(
 )
 _UNLESS_TAKEN = re.compile(r"(?<![a-z])(in_proj|gate_up(?![a-z])|up_gate|w12|w13|w1_w3)")  # whole by a later layer
 _TOLD = re.compile(  # not refused; the latter of what a block is conditioned on
-    r"(?<![a-z])(w?kv|qk|fused_|ada(?!pt)|film)|_fused|adaln|modulation|scale_shift|shift_scale"
+    r"(?<![a-z])(w?kv|qk|fused_|ada(?!pt)|film|gru|lstm)|_fused|adaln|modulation|scale_shift|shift_scale"
 )
 _GLU = re.compile(r"(?i:glu|gated_?linear_?unit)(?![a-z])")  # in names of classes, where it begins no other word
 SHARES = (2, 3, 4)  # gate and up, or keys and values; queries, keys and values; those and a gate
@@ -548,7 +544,7 @@ def _is_shared_out(layer: Layer, before: Sequence[Layer], behind: Sequence[Layer
 
     Of the next layer it may be any part: queries beside fewer keys and values, or beside a layer that feeds forward.
     """
-    if any(other.takes == layer.gives for other in (*before, *behind)):
+    if layer.takes == layer.gives or any(other.takes == layer.gives for other in (*before, *behind)):
         return False
     shares = [layer.gives / max(1, other.takes) if other.gives == layer.takes else 0.0 for other in behind]
     return any(share in SHARES for share in shares) or any(share > 1 for share in shares[:1])

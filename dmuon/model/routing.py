@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -20,12 +20,12 @@ from dmuon.model.blocks import (
     NamedModule,
     blocks_by_module,
     canonical_fqn,
-    find_end_convolutions,
     find_end_layers,
+    find_ends_in_blocks,
     given_blocks,
-    layers_of,
     own_blocks,
     stacked_blocks,
+    widths_of,
     with_known_widths,
 )
 from dmuon.model.makeup import (
@@ -90,10 +90,11 @@ def route_parameters(model: nn.Module, select: Select | None = None, exclude: Ex
     whose class is known (:func:`known_spec`), those of a stack of experts, and the kernels of convolutions. Where
     layers repeat, hidden layers are those inside blocks: the elements of the outermost ``ModuleList``s,
     ``Sequential``s and ``ModuleDict``s with keys 0, 1, … that have children of their own; a ``Sequential``'s stem and
-    head, which do not repeat, are none, and a convolution that takes the model's input is not hidden in any. Where
-    nothing repeats, they are all but the input and output layers (:func:`find_end_layers`); if these are all that there
-    is, Muon takes the input layers. Embeddings, tied or declared output heads, norms, recurrent weights, depthwise
-    kernels, other bare parameters (tables, stacked biases, state matrices) and 1-D parameters stay on AdamW.
+    head, which do not repeat, are none, and of blocks what takes the input and heads are not hidden
+    (:func:`find_ends_in_blocks`). Where nothing repeats, they are all but the input and output layers
+    (:func:`find_end_layers`); if these are all that there is, Muon takes the input layers. Embeddings, tied or declared
+    output heads, norms, recurrent weights, depthwise kernels, other bare parameters (tables, stacked biases, state
+    matrices) and 1-D parameters stay on AdamW.
 
     Args:
         select: ``select(fqn, module, param)`` decides instead of the default rule: ``True``, ``False``, the
@@ -140,7 +141,8 @@ def route_to_blocks(
                 raise ValueError(
                     f"select chose {route.fqn!r}, which lies outside every block; name its block with blocks=[…]"
                 )
-            holding = list({id(b): (n, b) for module, _ in route.sites for n, b in table[id(module)]}.values())
+            named = [(n, b) for module, _ in route.sites for n, b in table[id(module)]]
+            holding = list({id(b): (n, b) for n, b in reversed(named)}.values())  # by its first name
             if len(holding) > 1:
                 shared.append((route.fqn, sorted(name for name, _ in holding)))
             name, block = holding[0]
@@ -205,7 +207,7 @@ def _route(
             "this model was compiled by torch.jit.script, which hides its layers: give dmuon the module that it was "
             "made of, whose parameters it shares, or give dmuon.Muon groups with use_muon"
         )
-    params: list[_Named] = list(_parameters_with_sites(model))
+    params = _parameters_with_sites(model)
     for fqn, param, sites in params:
         if is_lazy(param):
             raise ValueError(f"parameter {fqn!r} {UNINITIALIZED}")
@@ -217,24 +219,24 @@ def _route(
                 )
     is_excluded = exclusion(exclude, [fqn for fqn, _, _ in params])
     embeddings = _embedding_ids(model)
-    tree = ModuleTree.of(model)
+    tree = ModuleTree(model.modules())
     makeups = {id(p): makeup_of(tree, p, sites) for _, p, sites in params if p.ndim > 1}
     ours = [named for named in params if _why_never(*named[1:], embeddings) is None]
     fit = [s for _, p, s in ours if makeups[id(p)].unfit is None or makeups[id(p)].bare]
     stacks = stacked_blocks(model, {id(module) for sites in fit for module, _ in sites}) or None
     found = stacks if blocks is None else given_blocks(model, blocks)
     whole = found is not None and [block for _, block in found] == [model]  # which leaves nothing outside
-    layers, embedded, heads = layers_of(model, params, makeups, embeddings)
+    widths = widths_of(model, makeups, embeddings)
     if blocks is not None and not whole:
         within, left = _INSIDE, _outside(params, found or [])
     elif stacks is not None:
-        within, left = _INSIDE, find_end_convolutions(layers, embedded) | _outside(params, stacks)
+        within, left = _INSIDE, find_ends_in_blocks(widths, tree, stacks) | _outside(params, stacks)
     else:
-        within, left = "of a hidden layer", find_end_layers(layers, embedded, heads)
+        within, left = "of a hidden layer", find_end_layers(widths)
     hidden = _hidden(params, makeups, embeddings, within, left)
     bare = [(fqn, p) for fqn, p, _ in ours if makeups[id(p)].bare and id(p) not in left]
     if found is None or any(muon for muon, _ in hidden.values()):
-        bare = with_known_widths(bare, embedded.union(*({layer.takes, layer.gives} for layer in layers)))
+        bare = with_known_widths(bare, widths.embedded.union(*({layer.takes, layer.gives} for layer in widths.layers)))
     if not bare and not any(muon for muon, _ in hidden.values()):
         inputs = [id(p) for _, p, _ in ours if left.get(id(p)) == INPUT_LAYER and makeups[id(p)].unfit is None]
         hidden |= dict.fromkeys(inputs, (True, f"{INPUT_LAYER} of a model without hidden layers"))
@@ -315,16 +317,13 @@ def _embedding_ids(model: nn.Module) -> dict[int, str]:
     return reasons
 
 
-def _parameters_with_sites(model: nn.Module) -> Iterator[_Named]:
-    sites: dict[int, list[tuple[nn.Module, str]]] = {}
-    first: dict[int, tuple[str, nn.Parameter]] = {}
+def _parameters_with_sites(model: nn.Module) -> list[_Named]:
+    found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module_name, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             fqn = canonical_fqn(f"{module_name}.{name}" if module_name else name)
-            sites.setdefault(id(param), []).append((module, name))
-            first.setdefault(id(param), (fqn, param))
-    for key, (fqn, param) in first.items():
-        yield fqn, param, tuple(sites[key])
+            found.setdefault(id(param), (fqn, param, []))[2].append((module, name))
+    return [(fqn, param, tuple(sites)) for fqn, param, sites in found.values()]
 
 
 def _hidden(

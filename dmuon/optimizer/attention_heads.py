@@ -29,6 +29,8 @@ _HEAD_DIM = "head_dim|attention_head_size|head_size|dim_head|key_value_proj_dim"
 _NUM_HEADS = "num_heads|num_attention_heads|n_heads|n_head|heads"
 _NORM = re.compile(r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer)?_?(norm|ln)_?(q|k|query|key)", re.IGNORECASE)
 _QUERIES_KEYS = frozenset({"q", "k", "qkv", "query", "key", "queries", "keys"})  # words of names of what makes them
+_ATTENDS = re.compile("attention|attn|mha|mhsa|multi_?head", re.IGNORECASE)  # in names of classes
+_MAKES_QUERIES = re.compile("(^|_)w?(q|qk|qkv|query|queries)(_|$)", re.IGNORECASE)  # in names of layers
 SAY_WHERE = "heads={'name of the module': dmuon.AttentionHeads(query=…, key=…, num_heads=…)}"
 
 
@@ -62,7 +64,7 @@ AttentionModules = dict[str, tuple[nn.Module, AttentionHeads]]
 def attention_modules(model: nn.Module, heads: Mapping[str, AttentionHeads] | None) -> AttentionModules:
     """By name, those of ``heads`` or all that are known, which must be all that there are."""
     found: AttentionModules = {}
-    tree = ModuleTree.of(model)
+    tree = ModuleTree(model.modules())
     named = {canonical_fqn(name): module for name, module in model.named_modules()}
     for name, module in named.items():
         if heads is None:
@@ -96,16 +98,17 @@ def attention_modules(model: nn.Module, heads: Mapping[str, AttentionHeads] | No
 def _may_attend(module: nn.Module, known: Sequence[nn.Module]) -> bool:
     """Whether a class is named after attention and has layers that may make queries and keys: its own, or none known.
 
+    A class of another name may attend too if one of its layers makes queries, and it is no part of known attention.
+
     Args:
         known: attention modules of which that is known.
     """
-    kind = type(module).__name__.lower()
-    if "attention" not in kind and "attn" not in kind:
-        return False
-    inside = {id(sub) for sub in module.modules()}
+    layers = [name for name, layer in module.named_children() if getattr(getattr(layer, "weight", None), "ndim", 0) > 1]
+    if not _ATTENDS.search(type(module).__name__):
+        makes_queries = any(map(_MAKES_QUERIES.search, layers))
+        return makes_queries and not any(module is sub for one in known for sub in one.modules())
     has_matrix = any(param.ndim > 1 for param in module.parameters())
-    own = any(getattr(getattr(layer, "weight", None), "ndim", 0) > 1 for layer in module.children())
-    return own or (has_matrix and not any(id(one) in inside for one in known))
+    return bool(layers) or (has_matrix and not any(one is sub for one in known for sub in module.modules()))
 
 
 def _other_source(module: nn.Module, spec: AttentionHeads) -> str | None:

@@ -17,7 +17,7 @@ HF = "transformers.models.any.modeling_any"
 def spec_in(owner: nn.Module, path: str) -> MatrixSpec | None:
     holder, _, name = path.rpartition(".")
     module = owner.get_submodule(holder)
-    return known_spec(ModuleTree.of(owner), module, name, getattr(module, name))
+    return known_spec(ModuleTree(owner.modules()), module, name, getattr(module, name))
 
 
 def in_a_block(owner: nn.Module) -> nn.Module:
@@ -37,6 +37,10 @@ KNOWN: dict[str, tuple[nn.Module, str, MatrixSpec]] = {
     "as the class says": (
         of("NewExperts", HF, is_transposed=True, is_concatenated=False, **TRANSPOSED), "gate_up_proj",
         MatrixSpec((1, 1), repeats=H, transposed=True),
+    ),
+    "state spaces": (
+        of("Mamba2", "mamba_ssm.modules.mamba2", in_proj=linear(D, 48), d_ssm=16, ngroups=2, d_state=3, nheads=4),
+        "in_proj.weight", MatrixSpec((16, 16, 6, 6, 4)),
     ),
     "torchtitan": (of("GroupedExperts", w1_EFD=bare(3, H, D)), "w1_EFD", MatrixSpec()),
     "torchtitan, fused": (
@@ -154,6 +158,7 @@ def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path
         (node(img_mod=of("Modulation", lin=linear(D, 6 * D))), "img_mod.lin.weight", False),
         (of("Block", ada_lin=nn.Sequential(nn.SiLU(), linear(D, 6 * D))), "ada_lin.1.weight", False),
         (nn.Sequential(linear(D, 2 * H), of("SwiGLU")), "0.weight", False),
+        (of("GRUCell", layers=nn.Sequential(linear(2 * D, 3 * D))), "layers.0.weight", False),
         (node(up=of("ParallelLinear", weight=bare(2 * H, D)), down=linear(H, D)), "up.weight", False),
         (
             node(a=nn.Conv2d(D, 2 * D, 1), b=nn.Conv2d(2 * D, 2 * D, 3, groups=2 * D), c=nn.Conv2d(D, D, 1)),
@@ -166,6 +171,7 @@ def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path
         (of("Block", protein_proj=linear(H, D)), "protein_proj.weight", None),
         (of("Block", group_gate=linear(D, 4)), "group_gate.weight", None),
         (of("Block", enc_attn=linear(D, 1)), "enc_attn.weight", None),
+        (of("Block", one=nn.Conv1d(4, D, 3), two=nn.Conv1d(D, D, 3), shortcut=nn.Conv1d(4, D, 1)), "two.weight", None),
         (of("Attention", q=linear(), k=linear(D, D // 2), v=linear(D, D // 2), o=linear()), "k.weight", None),
         (nn.Sequential(linear(), nn.ReLU(), linear(D, 2 * D)), "2.weight", None),
         (of("SwiGLU", w1=linear(D, H), w3=linear(D, H), w2=linear(H, D)), "w1.weight", None),
@@ -180,7 +186,7 @@ def test_names_are_refused_sizes_are_told_and_neither_says_where_parts_lie(
 ) -> None:
     holder, _, name = path.rpartition(".")
     module = owner.get_submodule(holder)
-    assert looks_fused(ModuleTree.of(owner), module, name, getattr(module, name)) == (refused is not None)
+    assert looks_fused(ModuleTree(owner.modules()), module, name, getattr(module, name)) == (refused is not None)
     if not refused:
         dmuon.param_groups(in_a_block(owner))
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,6 +163,76 @@ def test_convolutions_of_blocks_that_take_the_input_or_give_the_output_are_not_h
     reasons = {name: route.reason for name, route in routes(model).items() if not route.muon and route.param.ndim > 1}
     assert reasons == {f"h.0.{name}.weight": "input layer" for name in ("conv", "shortcut")} | {
         "h.2.conv.weight": "output layer"
+    }
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(part for pair in pairwise(widths) for part in (linear(*pair), nn.ReLU())))
+
+
+def mtp() -> nn.Module:
+    """As DeepSeek's: a layer that predicts one more token, with a head of its own."""
+    return node(
+        join=linear(2 * D, D), layer=llama(1).model.layers[0], shared_head=node(norm=nn.LayerNorm(D), head=linear(D, V))
+    )
+
+
+MORE_ENDS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
+    "heads that guess further tokens": (
+        lambda: node(llama=llama(), heads=stack(lambda: nn.Sequential(node(linear=linear()), linear(D, V)))),
+        {f"heads.{i}.1.weight": "output" for i in range(2)},
+    ),
+    "layers that predict further tokens": (
+        lambda: node(llama=llama(), mtp=stack(mtp)), {f"mtp.{i}.shared_head.head.weight": "output" for i in range(2)},
+    ),
+    "heads behind a norm": (
+        lambda: node(llama=llama(), heads=stack(lambda: nn.Sequential(nn.LayerNorm(D), linear(D, 5)))),
+        {f"heads.{i}.1.weight": "output" for i in range(2)},
+    ),
+    "critics": (
+        lambda: node(actor=mlp(3, H, H, 2), critics=stack(lambda: mlp(5, H, H, 1))),
+        {f"critics.{i}.{j}.weight": end for i in range(2) for j, end in ((0, "input"), (4, "output"))},
+    ),
+    "sines": (
+        lambda: node(net=nn.Sequential(*(node(linear=linear(n)) for n in (2, D, D)), linear(D, 3))),
+        {"net.0.linear.weight": "input"},
+    ),
+    "parts that are joined or split again": (
+        lambda: node(
+            stem=nn.Conv2d(3, D, 3), h=stack(Small), pools=stack(lambda: nn.Sequential(nn.Conv2d(D, 8, 1))),
+            shifts=stack(lambda: nn.Sequential(nn.SiLU(), linear(D, 6 * D))), joined=nn.Conv2d(3 * D, D, 3),
+        ),
+        {},
+    ),
+    "a vocabulary that is as large as a layer is wide": (
+        lambda: node(embed=nn.Embedding(H, D), h=stack(lambda: node(up=linear(D, H), act=nn.GELU(), down=linear(H)))),
+        {},
+    ),
+    "a router behind experts": (
+        lambda: node(
+            embed=nn.Embedding(V, D),
+            h=stack(lambda: node(a=linear(), experts=stack(lambda: mlp(D, H, D)), router=linear(D, 3))),
+        ),
+        {},
+    ),
+    "a decoder that joins layers of other widths": (
+        lambda: node(h=stack(lambda: node(a=nn.Conv2d(3 * D, D, 3), b=nn.Conv2d(D, D, 3))), out=nn.Conv2d(D, 3, 3)),
+        {},
+    ),
+    "gated kernels": (
+        lambda: node(embed=nn.Embedding(V, D), h=stack(lambda: node(a=nn.Conv1d(D, 2 * H, 3), b=nn.Conv1d(H, D, 1)))),
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.pitfall("P03")
+@pytest.mark.parametrize("name", MORE_ENDS)
+def test_what_takes_the_input_and_heads_are_not_hidden_in_blocks_either(name: str) -> None:
+    make, expected = MORE_ENDS[name]
+    found = {fqn: route.reason for fqn, route in routes(make()).items() if route.block is None and route.param.ndim > 1}
+    assert {fqn: why for fqn, why in found.items() if why.endswith(" layer")} == {
+        fqn: f"{end} layer" for fqn, end in expected.items()
     }
 
 

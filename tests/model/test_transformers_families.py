@@ -141,7 +141,7 @@ def test_nothing_of_any_family_looks_fused_and_is_unknown(monkeypatch: pytest.Mo
         except ValueError as refused:
             if "is shared by blocks" not in str(refused):
                 left.append((kind, str(refused)))
-        tree = ModuleTree.of(model)
+        tree = ModuleTree(model.modules())
         inside = {id(m) for stack in model.modules() if isinstance(stack, nn.ModuleList) for m in stack.modules()}
         for prefix, module in model.named_modules():
             if id(module) not in inside:

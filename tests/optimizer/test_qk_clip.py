@@ -509,6 +509,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dmuon.QKClip(node(a=of("MyAttention", q_proj=node(linear=linear()), k_proj=node(linear=linear())))),
         "nothing is known of 'a' .MyAttention.",
     ),
+    "other names": (
+        lambda: muon(node(model=build("mha"), b=of("Mixer", Wqkv=linear(8, 24), out=linear()))),
+        "nothing is known of 'b' .Mixer.",
+    ),
     "frozen": (lambda: muon(_frozen(build("mha"))), "does not update blocks.1.attn.k_proj by Muon"),
     "twice": (lambda: [dmuon.Muon(made[0], qk_clip=made[1]) for made in [clipped_model()]], "is another optimizer's"),
     "module": (lambda: clipped_model()[1].report("blocks.7", torch.ones(4)), "logits were reported for 'blocks.7'"),
@@ -537,7 +541,7 @@ FAMILIES = {
 }
 
 
-CROSS = {"q_attn": Conv1D(8, False), "c_attn": Conv1D(16, False), "num_heads": 2}
+CROSS = {"q_attn": Conv1D(8, False), "c_attn": Conv1D(16, False), "num_heads": 2, "is_cross_attention": True}
 LATER = {"to_q": linear(), "to_k": linear(), "to_v": linear(), "heads": 2, "fused_projections": True}
 BY_NAME: dict[str, tuple[nn.Module, tuple[str, str]]] = {
     "cross-attention of GPT-2": (of("GPT2Attention", **CROSS), ("q_attn", "c_attn[0]")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,19 +52,28 @@ def parts_of(module: nn.Module) -> dict[int, set[int]]:
 
 
 @cache
-def _functions(cls: type) -> tuple[ast.FunctionDef, ...]:
+def _source(module: str) -> list[ast.stmt]:
+    """Parsed once: ``inspect.getsource`` of a class parses all of its module for each."""
     try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        return ast.parse(inspect.getsource(sys.modules[module])).body
     except (OSError, TypeError, SyntaxError):
-        return ()
-    assert isinstance(tree, ast.ClassDef)
-    return tuple(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != "__init__")
+        return []
 
 
 @cache
-def _helpers(module: str) -> tuple[ast.FunctionDef, ...]:
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return tuple(node for node in tree.body if isinstance(node, ast.FunctionDef))
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    nodes = ast.walk(ast.Module(_source(module), []))
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def _functions(cls: type) -> list[ast.FunctionDef]:
+    found = _classes(cls.__module__).get(cls.__name__)
+    body = [] if found is None else found.body
+    return [node for node in body if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
+
+
+def _helpers(module: str) -> list[ast.FunctionDef]:
+    return [node for node in _source(module) if isinstance(node, ast.FunctionDef)]
 
 
 @cache  # of which there are few, read for every module of a class
@@ -180,12 +188,13 @@ def disagreements(model: nn.Module, by_hand: Sites) -> tuple[int, list[tuple[Any
     routes = {id(route.param): route for route in route_parameters(model) if route.muon}
     splits = sum(len(route.spec.parts) > 1 for route in routes.values())
     expected: dict[int, tuple[str, set[int]]] = {}
-    for module in model.modules():
+    modules = [*model.modules()]
+    for module in modules:
         kind = type(module).__name__
         for key, counts in parts_of(module).items():
             expected.setdefault(key, (kind, counts))
     for (kind, path), count in by_hand.items():
-        for module in model.modules():
+        for module in modules:
             if type(module).__name__ == kind:
                 with suppress(AttributeError):
                     expected[id(module.get_submodule(path))] = (kind, {count})

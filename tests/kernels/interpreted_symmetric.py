@@ -113,6 +113,12 @@ def test_commuting_factors_and_a_symmetric_one_read_as_its_transpose(config, dty
     check(*commuting(2, 64, 64, dtype=dtype), config=config, b_symmetric=b_symmetric)
 
 
+@pytest.mark.parametrize(("layout", "alpha", "beta"), [("n", 0.75, -1.5), ("t", 1.0, 2.0)])
+def test_a_scaled_addend(config, dtype, layout, alpha, beta):
+    a, b = commuting(2, 48, 48, dtype=dtype)
+    check(a, b, laid_out(a, layout), alpha=alpha, beta=beta, config=config)
+
+
 def test_the_lower_triangle_is_mirrored(config, dtype):
     """The product is not symmetric at all: exactly its lower triangle must come out, twice."""
     a, b = gaussian(64, 32, seed=1).to(dtype), gaussian(32, 64, seed=2).to(dtype)

@@ -16,6 +16,7 @@ ROWS = {
     "transformers: from the meta device": "frameworks/test_meta_transformers.py",
     "diffusers: every class that builds": "frameworks/test_diffusers_families.py",
     "timm: every family": "frameworks/test_timm_families.py",
+    "pi0": "frameworks/test_pi0.py",
     "models refused, and their remedies": "frameworks/test_refused_models.py",
     "Trainer, DDP and each owner": "frameworks/test_trainer.py::test_training",
     "Trainer, DDP and FSDP2, resumed": "frameworks/test_trainer.py::test_run",

@@ -296,7 +296,7 @@ def find_ends_in_blocks(widths: Widths, tree: ModuleTree, blocks: Sequence[Named
 
     Convolutions are input layers that take what the first one takes. A block that is a chain of layers may be an MLP
     beside others, such as a critic, or a head: its last layer is an output layer if it gives less than it takes, and
-    nobody takes that. Its first one then is an input layer if nobody gives what it takes, as is the first of a model.
+    nobody takes that. Its first one then is an input layer if nobody gives what it takes.
     What gives a feature for each row of an embedding, more than it takes, is an output layer if nobody takes these.
     """
     layers = widths.layers
@@ -317,7 +317,7 @@ def find_ends_in_blocks(widths: Widths, tree: ModuleTree, blocks: Sequence[Named
     final += [layer for layer in layers if layer.gives in widths.vocabularies and layer.gives > layer.takes]
     outputs = {layer.key: OUTPUT_LAYER for layer in final if not any(_feeds(layer.gives, n) for n in taken)}
     for start, end in ((chain[0], chain[-1]) for chain in chains):
-        if (end.key in outputs or start == first) and not any(_feeds(n, start.takes) for n in given):
+        if end.key in outputs and not any(_feeds(n, start.takes) for n in given):
             ends[start.key] = INPUT_LAYER
     return ends | outputs
 

@@ -193,10 +193,6 @@ MORE_ENDS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         lambda: node(actor=mlp(3, H, H, 2), critics=stack(lambda: mlp(5, H, H, 1))),
         {f"critics.{i}.{j}.weight": end for i in range(2) for j, end in ((0, "input"), (4, "output"))},
     ),
-    "sines": (
-        lambda: node(net=nn.Sequential(*(node(linear=linear(n)) for n in (2, D, D)), linear(D, 3))),
-        {"net.0.linear.weight": "input"},
-    ),
     "parts that are joined or split again": (
         lambda: node(
             stem=nn.Conv2d(3, D, 3), h=stack(Small), pools=stack(lambda: nn.Sequential(nn.Conv2d(D, 8, 1))),

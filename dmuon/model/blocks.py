@@ -304,7 +304,7 @@ def find_ends_in_blocks(widths: Widths, tree: ModuleTree, blocks: Sequence[Named
         return {}
     last = _last(layers)
     within = [layer for layer in layers if layer is not last]
-    first = _first(within, within, widths.embedded)
+    first = _first(within, within, widths.embedded) if any(layer.spatial for layer in within) else None
     chains = [chain for _, block in blocks if (chain := _chain(tree, block))]
     before = {layer.key for chain in chains for layer in chain[:-1]}  # what these give the next one takes
     behind = {layer.key for chain in chains for layer in chain[1:]}
@@ -313,7 +313,7 @@ def find_ends_in_blocks(widths: Widths, tree: ModuleTree, blocks: Sequence[Named
         ends = {layer.key: INPUT_LAYER for layer in within if layer.spatial and layer.takes == first.takes}
     taken = {layer.takes for layer in layers if layer.key not in behind | ends.keys()} | widths.embedded | widths.others
     given = {layer.gives for layer in layers if layer.key not in before} | widths.embedded
-    final = [chain[-1] for chain in chains if chain[-1].gives < chain[-1].takes]
+    final = [chain[-1] for chain in chains]
     final += [layer for layer in layers if layer.gives in widths.vocabularies and layer.gives > layer.takes]
     outputs = {layer.key: OUTPUT_LAYER for layer in final if not any(_feeds(layer.gives, n) for n in taken)}
     for start, end in ((chain[0], chain[-1]) for chain in chains):
@@ -323,12 +323,14 @@ def find_ends_in_blocks(widths: Widths, tree: ModuleTree, blocks: Sequence[Named
 
 
 def _chain(tree: ModuleTree, block: nn.Module) -> list[Layer]:
-    """The layers of a block that is a chain of them and nothing else; none of another one."""
+    """The layers of a block that may be a head: a chain of them and nothing else, which ends narrower than before."""
     layers = tree.layers(block)
+    ends_narrower = layers and layers[-1].gives < layers[-1].takes
+    if not ends_narrower or any(a.gives != b.takes for a, b in pairwise(layers)):
+        return []
     held = [(isinstance(holder, nn.ModuleList), part) for holder in block.modules() for part in holder.children()]
     is_flat = all(len(tree.layers(part)) < 2 for in_list, part in held if in_list or not _is_list(part))  # no experts
-    is_all = len(layers) == sum(param.ndim > 1 for param in block.parameters())
-    return layers if is_flat and is_all and all(a.gives == b.takes for a, b in pairwise(layers)) else []
+    return layers if is_flat and len(layers) == sum(param.ndim > 1 for param in block.parameters()) else []
 
 
 def _feeds(gives: int, takes: int) -> bool:

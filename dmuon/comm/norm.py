@@ -67,10 +67,11 @@ def reduce_terms(terms: Tensor, order: float, group: dist.ProcessGroup, said: Se
     """
     digest = zlib.crc32(repr(said).encode()) & 0xFFFF
     count, marks, op, both = group.size(), (digest, digest**2), dist.ReduceOp.SUM, terms
-    sign, unknown = math.copysign(1.0, order), terms.isnan()
+    sign = math.copysign(1.0, order)
     if not math.isfinite(order):
         # MAX and MIN of floats may drop NaN, as gloo's do: whether there is one is asked beside, by another number.
         count, marks, op = 1, (digest, -digest), dist.ReduceOp.MAX
+        unknown = terms.isnan()
         both = torch.cat([torch.where(unknown, -math.inf, terms * sign), unknown.double()])
     both = torch.cat([both, *(both.new_full((1,), number) for number in marks)])
     all_reduce(both, op, group, "norm")

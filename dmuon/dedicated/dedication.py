@@ -398,7 +398,7 @@ class Dedicated(Residency):
         # The vote of the next backward tells: this step has none.
         missing: list[str] = []
         for param, name in self._whole:
-            if param.grad is None:
+            if id(param) not in present and param.grad is None:  # of what is owned, each reading asks its model
                 missing.append(repr(name))
         told = f"{len(missing)}: {', '.join(missing[:_TOLD])}" if missing else "none"
         runtime.comm.monitor.note_options([("parameters without a gradient in a step", told)])

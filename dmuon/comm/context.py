@@ -133,12 +133,12 @@ class Comm:
         self.tensor: Domain | None = None
         if topology.tensor > 1:
             members = Ranks(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
-            across = make_group(device, topology.partition("t"), "tensor", options.timeout)
+            across = make_group(device, members, "tensor", options.timeout)
             self.tensor = Domain(members, Position(at.t), device, across, self.monitor, lane=None)
         self.row, self.column = (_lanes(topology, along, device, options) for along in ("s", "r"))
         self.averages = group
         if control is group:
-            self.averages = make_group(device, [self.ranks], "average", options.timeout)
+            self.averages = make_group(device, self.ranks, "average", options.timeout)
         with self.monitor.watch("first use of dmuon's process groups"):
             for one in dict.fromkeys((control, group)):
                 connect(one, device)
@@ -172,11 +172,10 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh, topology: Topolog
 
 def _lanes(topology: Topology, along: Literal["r", "s"], device: torch.device, options: CommOptions) -> Lanes | None:
     """Of the line of this rank; None of a rank on its own."""
-    partition = [tuple(sorted(line)) for line in topology.partition(along)]
     ranks = next(line for line in topology.partition(along) if this_rank() in line)
     if len(ranks) == 1:
         return None
     position = position_in(ranks, this_rank())
-    weights = make_group(device, partition, f"weights_along_{along}", options.timeout, urgent=True)
-    gradients = make_group(device, partition, f"gradients_along_{along}", options.timeout)
+    weights = make_group(device, sorted(ranks), f"weights_along_{along}", options.timeout, urgent=True)
+    gradients = make_group(device, sorted(ranks), f"gradients_along_{along}", options.timeout)
     return Lanes(Line(ranks, position, weights), Line(ranks, position, gradients))

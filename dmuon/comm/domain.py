@@ -35,7 +35,7 @@ from dmuon.layout.matrices import Parcel, Route, Spread
 from dmuon.layout.shards import Piece, split_dim
 from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in, positions
 from dmuon.platform.streams import Stream
-from dmuon.platform.torch_private import backend_of, default_group_is_bound
+from dmuon.platform.torch_private import backend_of
 
 
 @dataclass(slots=True, eq=False)
@@ -72,18 +72,9 @@ class Domain:
 
 
 def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: timedelta | None = None) -> Domain:
-    """Connect ``ranks``. Collective over them, and over no others.
-
-    Raises:
-        ValueError: some of all ranks, and the default process group is bound to a device.
-    """
+    """Connect ``ranks``. Collective over them, and over no others."""
     members = Ranks(sorted(ranks))
-    if default_group_is_bound() and len(members) < dist.get_world_size():
-        raise ValueError(
-            f"ranks {list(members)} hold matrices together, and the default process group was bound to a device, which "
-            "makes creating groups collective over all ranks; leave device_id out of init_process_group"
-        )
-    group = make_group(device, [members], "exchange", timeout)
+    group = make_group(device, members, "exchange", timeout)
     with named(f"first use of the process group of ranks {list(members)}"):
         connect(group, device, exchanges=True, gathers=True)
     return Domain(members, position_in(members, this_rank()), device, group, Monitor(group, device))
@@ -356,21 +347,17 @@ def connect_teams(domain: Domain, sizes: Iterable[int]) -> None:
 
 def _connected(domain: Domain, lines: Sequence[tuple[Position, ...]]) -> Line | None:
     """The one of ``lines`` that this rank is on, if it is."""
-    partition = [Ranks(domain.ranks[position] for position in line) for line in lines]
-    rank = domain.ranks[domain.position]
-    own = next((ranks for ranks in partition if rank in ranks), None)
-    if default_group_is_bound():  # then all ranks make all groups
-        partition += [Ranks([other]) for other in sorted(set(domain.ranks).difference(*partition))]
-    elif own is None:
+    positions_here = next((line for line in lines if domain.position in line), None)
+    if positions_here is None:
         return None
-    else:
-        known = next((line for line in domain.lines.values() if line is not None and line.ranks == own), None)
-        if known is not None:
-            return known
-    group = make_group(domain.device, partition, "copies", None)
-    with named(f"first use of the process group of ranks {dist.get_process_group_ranks(group)}"):
+    own = Ranks(domain.ranks[position] for position in positions_here)
+    known = next((line for line in domain.lines.values() if line is not None and line.ranks == own), None)
+    if known is not None:
+        return known
+    group = make_group(domain.device, own, "copies", None)
+    with named(f"first use of the process group of ranks {list(own)}"):
         connect(group, domain.device, gathers=True)
-    return None if own is None else Line(own, position_in(own, rank), group)
+    return Line(own, position_in(own, domain.ranks[domain.position]), group)
 
 
 class Copies:

@@ -6,7 +6,7 @@ import atexit
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OutOfTime
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +27,6 @@ from dmuon.platform.streams import group_options
 from dmuon.platform.torch_private import (
     all_gather_single,
     declared_backend,
-    default_group_is_bound,
     default_timeout,
     has_group,
     new_named_group,
@@ -68,73 +67,45 @@ def named(what: str) -> Iterator[None]:
 
 def make_group(
     device: torch.device,
-    partition: Sequence[Sequence[GlobalRank]],
+    ranks: Iterable[GlobalRank],
     purpose: str,
     timeout: timedelta | None,
     *,
     urgent: bool = False,
 ) -> dist.ProcessGroup:
-    """This rank's process group out of ``partition``, of dmuon's own, for tensors of ``device`` and for objects.
+    """A process group of dmuon's own over ``ranks``, in this order, for tensors of ``device`` and for objects.
 
     The same one as before if it was made for the same purpose with the same options; :mod:`dmuon.comm.monitor` says
     why. It has the back end of that device alone: of ``"cpu:gloo,cuda:nccl"``, gloo would connect every rank with every
-    other one for each group, for nothing.
-
-    Collective over the ranks of the group, and over no others, unless the default group is bound to a device: then
-    all ranks have to make all groups, in one order.
+    other one for each group, for nothing. Collective over ``ranks``, and over no others.
 
     Args:
-        partition: the ranks of each group, ascending; one of them holds this rank.
         timeout: of its collectives; None is that of the default group.
         urgent: on an accelerator its collectives run before others that wait.
     """
     _prepare_exit()
+    members = list(ranks)
     timeout = default_timeout(device.type) if timeout is None else timeout
     kept = groups_made()
-    key = purpose, tuple(map(tuple, partition)), device, timeout, urgent
+    key = purpose, tuple(members), device, timeout, urgent
     if key in kept and has_group(kept[key]):  # it, or all of them, may have been destroyed
         return kept[key]
-    pg_options = group_options(device.type, urgent, timeout)
-    make = _made_by_all if default_group_is_bound() else _made_by_members
-    group = make(partition, purpose, declared_backend(device.type), timeout, pg_options)
-    _devices[group] = device
-    kept[key] = group
-    return group
-
-
-def _made_by_members(
-    partition: Sequence[Sequence[GlobalRank]], purpose: str, backend: str, timeout: timedelta, pg_options: Any
-) -> dist.ProcessGroup:
-    ranks = next(list(ranks) for ranks in partition if this_rank() in ranks)
+    pg_options, backend = group_options(device.type, urgent, timeout), declared_backend(device.type)
     assert dist.group.WORLD is not None
     made = _counts.setdefault(dist.group.WORLD, Counter())
-    kind = f"dmuon_{purpose}_{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    kind = f"dmuon_{purpose}_{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}"
     name = f"{kind}_{made[kind]}"
-    with named(f"making process group {name!r} of ranks {ranks}"):
+    with named(f"making process group {name!r} of ranks {members}"):
         group = _in_time(
             backend,
             timeout,
-            lambda: new_named_group(ranks, name, backend, timeout, pg_options, f"dmuon_{purpose}"),
+            lambda: new_named_group(members, name, backend, timeout, pg_options, f"dmuon_{purpose}"),
         )
     made[kind] += 1  # now that all its ranks have made it
-    _log.debug("made process group %r of ranks %s", name, ranks)
+    _log.debug("made process group %r of ranks %s", name, members)
+    _devices[group] = device
+    kept[key] = group
     return group
-
-
-def _made_by_all(
-    partition: Sequence[Sequence[GlobalRank]], purpose: str, backend: str, timeout: timedelta, pg_options: Any
-) -> dist.ProcessGroup:
-    own = None
-    description = f"dmuon_{purpose}"
-    for members in partition:
-        with named(f"making process group {description!r} of ranks {list(members)}"):
-            group = dist.new_group(
-                list(members), timeout=timeout, backend=backend, pg_options=pg_options, group_desc=description
-            )
-        _log.debug("made process group %r of ranks %s", description, members)
-        own = group if this_rank() in members else own
-    assert isinstance(own, dist.ProcessGroup)
-    return own
 
 
 def _in_time(backend: str, timeout: timedelta, make: Callable[[], _T]) -> _T:

@@ -162,7 +162,7 @@ def dedicate_params(
     require_supported_torch()
     topology = check_mesh(mesh)
     options = comm if isinstance(comm, CommOptions) else CommOptions()
-    group = make_group(mesh_device(mesh.device_type), [topology.ranks], "group", options.timeout)
+    group = make_group(mesh_device(mesh.device_type), topology.ranks, "group", options.timeout)
     told = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
     ns_options = {name: value for name, value in told.items() if value is not None}
 
@@ -210,7 +210,7 @@ def dedicate_params(
         topology = topology.with_tensor_parallel([split_over for _, split_over, _ in seats])
         control = group
         if topology.tensor > 1:
-            control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
+            control = make_group(mesh_device(mesh.device_type), topology.ranks, "control", options.timeout)
             # Before the other groups: which are made goes by the options.
             seats = require_same(control, None, inspected.description, inspected.seat)
         context = Comm(mesh, topology, group, options, inspected.tensor_mesh, control)

@@ -34,7 +34,7 @@ from dmuon.planning.cost_cache import NsOptions
 from dmuon.planning.owner_plan import Costs, OwnerPlan, PlanSource
 from dmuon.planning.strategies import SMALL_PARAM_NUMEL, Choice, choose, find_link, ns_per_byte, told
 from dmuon.platform.host import all_living
-from dmuon.platform.torch_private import default_group_is_bound, replicate_group
+from dmuon.platform.torch_private import replicate_group
 from dmuon.solver import Matrix
 
 _WRAPPERS: dict[type, str] = {
@@ -159,11 +159,6 @@ def check_mesh(mesh: DeviceMesh) -> Topology:
                 f"mesh holds ranks {line}, but its process group now holds {members}; build the mesh anew over the "
                 "current process group"
             )
-    if len(ranks) < world and default_group_is_bound():
-        raise ValueError(
-            f"mesh holds {len(ranks)} of {world} ranks, and the default process group was bound to a device, which "
-            "makes creating groups collective over all ranks; leave device_id out of init_process_group"
-        )
     return topology_of(mesh)
 
 

@@ -42,7 +42,7 @@ from dmuon.planning.cost_cache import NsOptions
 from dmuon.planning.owner_plan import OwnerPlan, Speeds, make_plan
 from dmuon.planning.strategies import Choice, Ranking, choose, find_link, ns_per_byte
 from dmuon.platform.host import logger
-from dmuon.platform.torch_private import default_group_is_bound, local_tensor
+from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import Matrix, unmeasured_batch
 from dmuon.step.batches import Task
 
@@ -133,8 +133,7 @@ def lay_out(
         whole = make_domain(recipe.grid.ranks, device or torch.device("cpu"))
         placed = _placed_on_grid(recipe, recipe.grid, whole, params, names)
     placed = [None if one is None or len(one.ranks) == 1 else one for one in placed]
-    among_holders = among_holders and not (dist.is_initialized() and default_group_is_bound())
-    if among_holders:  # a default group that is bound to a device allows no further groups of some ranks
+    if among_holders:
         placed = [
             one if one is None or spec_of(param).flattened or one.layout.flat else part_among_holders(one, this_rank())
             for param, one in zip(params, placed, strict=True)

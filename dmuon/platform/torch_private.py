@@ -142,7 +142,9 @@ def new_named_group(
     """A process group on the store of the default one. Collective over ``ranks``, ascending, and over no others.
 
     ``dist.new_group(use_local_synchronization=True)`` derives the name, by which the ranks find each other, from how
-    many groups each of them has: it waits for ever where ranks have different numbers of groups.
+    many groups each of them has: it waits for ever where ranks have different numbers of groups. A default group that
+    is bound to a device (``init_process_group(device_id=…)``) would be split instead, for which all its ranks must
+    come, so it is not bound meanwhile.
 
     Args:
         name: the same on all of ``ranks``, and of no other group.
@@ -157,17 +159,21 @@ def new_named_group(
             list(ranks), timeout, pg_options=options, use_local_synchronization=True, group_desc=description
         )
         return made
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(dist.get_rank()),
-        list(ranks),
-        dist.Backend(backend),
-        store,
-        name,
-        backend_options=options,
-        timeout=timeout,
-        group_desc=description,
-    )
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backend),
+            store,
+            name,
+            backend_options=options,
+            timeout=timeout,
+            group_desc=description,
+        )
+    finally:
+        default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     made = group
     return made
@@ -211,11 +217,6 @@ def in_one_launch(
 def has_group(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` was not destroyed yet, by itself or with all others."""
     return group in dist.distributed_c10d._world.pg_map
-
-
-def default_group_is_bound() -> bool:
-    """Whether the default process group was made for one device (``init_process_group(device_id=…)``)."""
-    return dist.distributed_c10d._get_default_group().bound_device_id is not None
 
 
 def default_store() -> Any:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness.assertions import assert_equal_weights
 from harness.checkpoints import start
 from harness.inside import group_names, limit_of
+from harness.network import full_state, shard_blocks
 from harness.on_ranks import on_ranks
+from harness.oracle import reference_weights
 from harness.topologies import lay
-from harness.toy import build
+from harness.toy import OPTIONS, build, train
 from harness.worker import COLLECTIVE_SECONDS
+from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 from dmuon.comm import process_groups
@@ -54,6 +59,32 @@ def test_no_more_groups_than_purposes(rank: int, world: int, layout: str) -> Non
     assert purposes(laid - before) == MADE[layout]
     run.train(range(4))
     assert group_names() <= laid
+
+
+@on_ranks(4)
+def test_a_default_group_that_is_bound_to_a_device_is_not_split(rank: int, world: int) -> None:
+    """As by ``init_process_group(device_id=…)``: all its ranks would have to come to each group of some of them."""
+    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))["shard"]
+    default, device = dist.group.WORLD, torch.device("cuda", 0)
+    assert default is not None
+    bound = []
+
+    def split(group: dist.ProcessGroup) -> None:
+        bound.append(group.bound_device_id)
+
+    default.bound_device_id = device
+    try:
+        with mock.patch.object(dist.distributed_c10d, "_get_split_source", split):  # which gloo does not support
+            model = build()
+            if rank < 2:
+                dmuon.dedicate_params(model, stages, costs="flops")
+            else:
+                shard_blocks(model, mesh=stages)
+            train(model, dmuon.Muon(model, **OPTIONS), range(2), rank % 2, 2)
+        assert bound == [] and default.bound_device_id == device
+    finally:
+        default.bound_device_id = None
+    assert_equal_weights(full_state(model), reference_weights(2))
 
 
 # -- as long as the user has said --------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def test_groups_have_the_back_end_of_their_device_alone(rank: int, world: int) -
 def test_objects_travel_by_the_device_of_the_model(rank: int, world: int) -> None:
     """By the current one, two ranks may meet on one GPU, which NCCL refuses."""
     mine = torch.pretend.current_device()  # type: ignore[attr-defined]
-    group = make_group(torch.device("pretend", mine), [range(world)], "objects", None)
+    group = make_group(torch.device("pretend", mine), range(world), "objects", None)
     torch.pretend.set_device(1 - mine)  # type: ignore[attr-defined]
     found = []
     gather, broadcast = dist.all_gather_object, dist.broadcast_object_list

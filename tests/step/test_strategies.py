@@ -151,7 +151,7 @@ def test_what_only_some_ranks_of_a_mesh_hold_leaves_no_room_for_teams(rank: int,
     groups = [{"params": [weights.params[0]], "use_muon": True, "strategy": "sharded:2"}]
     groups.append({"params": [weights.params[1]], "use_muon": True})
     with (
-        mock.patch.object(layouts, "default_group_is_bound", lambda: True),
+        mock.patch.object(layouts, "part_among_holders", lambda placed, _: placed),
         pytest.raises(ValueError, match="only some hold matrices of a stack together: use 'sharded'"),
     ):
         weights.optimizer(create_dtensor_config(costs="flops"), groups)
@@ -185,13 +185,13 @@ def test_other_dtypes_and_coefficients_come_to_what_they_do_with_owners(
 
 @on_ranks(4)
 def test_ranks_take_part_that_hold_other_matrices_of_a_stack(rank: int, world: int) -> None:
-    """Where the default process group is bound to a device, so that ranks get no smaller groups."""
+    """As where those of some ranks do not follow each other in it, so that these do not exchange them by themselves."""
     mesh = init_device_mesh("cpu", (2, 2))
     for strategy in WAYS:
         weights = Weights()
         for dim in (1, 2):
             weights.shard(dim, (4, 6, 5), mesh, [Shard(0), Shard(dim)])
-        with mock.patch.object(layouts, "default_group_is_bound", lambda: True), about(strategy):
+        with mock.patch.object(layouts, "part_among_holders", lambda placed, _: placed), about(strategy):
             optimizer = optimizer_of(weights, strategy=strategy)
             weights.train(optimizer, 2)
             weights.check(optimizer)

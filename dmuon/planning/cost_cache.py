@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from importlib import metadata, resources
 from pathlib import Path
@@ -30,7 +30,7 @@ from dmuon.kernels import (
 from dmuon.platform.files import UnreadableFile, read_json, write_bytes
 from dmuon.solver import Shape
 
-SCHEMA = 2
+SCHEMA = 3
 _COUNT = "[1-9][0-9]{0,8}"
 _SHAPE = f"{_COUNT}x{_COUNT}"
 
@@ -50,8 +50,8 @@ class CacheKey:
         dtype: storage dtype of Newton–Schulz.
         kernels: digest of what the kernels compute; comments, docstrings and file names do not change it.
         coefficients, steps: the Newton–Schulz run.
-        compilers: names and versions of what makes kernels for a GPU; no part of files of earlier versions.
-        threads: of the CPU that compute together; 1 on a GPU, and in files of earlier versions, which one measured.
+        compilers: names and versions of what makes kernels for a GPU.
+        threads: of the CPU that compute together; 1 on a GPU.
     """
 
     device: str
@@ -63,8 +63,8 @@ class CacheKey:
     kernels: str
     coefficients: str
     steps: int
-    compilers: str = ""
-    threads: int = 1
+    compilers: str
+    threads: int
 
     def __post_init__(self) -> None:
         for name, least in (("sm_count", 0), ("steps", 1), ("threads", 1)):
@@ -84,17 +84,12 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Distribution of the time of one batch over ``n`` samples, in whole nanoseconds.
-
-    Attributes:
-        variant: how Newton–Schulz ran; only in files of earlier versions, which tried several ways.
-    """
+    """Distribution of the time of one batch over ``n`` samples, in whole nanoseconds."""
 
     median_ns: int
     p10_ns: int
     p90_ns: int
     n: int
-    variant: str = ""
 
     def __post_init__(self) -> None:
         low, middle, high = self.p10_ns, self.median_ns, self.p90_ns
@@ -225,12 +220,12 @@ def _read(document: dict[str, Any]) -> CostCache:
 
 
 def _flat(kind: type[Any], data: object, name: str) -> Any:
-    """A dataclass of strings and integers; what has a default may be missing."""
+    """A dataclass of strings and integers."""
     given = _object(data, name)
     for field in fields(kind):
-        if field.name not in given and field.default is MISSING:
+        if field.name not in given:
             raise ValueError(f"field {name!r}: field {field.name!r} is missing")
-        value, is_text = given.get(field.name, field.default), field.type == "str"
+        value, is_text = given[field.name], field.type == "str"
         if type(value) is not (str if is_text else int):
             noun = "a string" if is_text else "an integer"
             raise ValueError(f"field '{name}.{field.name}' is {value!r}, not {noun}")

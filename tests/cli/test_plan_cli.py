@@ -112,12 +112,19 @@ def test_the_grid_reaches_the_plan(plan: Callable[..., Any], tmp_path: Path) -> 
 def test_costs_of_a_cache_are_measured_and_need_a_device_for_a_prediction(
     plan: Callable[..., Any], tmp_path: Path
 ) -> None:
-    key = dict.fromkeys(("driver", "cuda", "torch", "kernels"), "")
-    key |= {"device": "a device", "sm_count": 0, "dtype": "float32", "coefficients": "polar_express", "steps": 5}
+    key: dict[str, object] = dict.fromkeys(("driver", "cuda", "torch", "kernels", "compilers"), "")
+    key |= {
+        "device": "a device",
+        "sm_count": 0,
+        "dtype": "float32",
+        "coefficients": "polar_express",
+        "steps": 5,
+        "threads": 1,
+    }
     timings = {k: {"median_ns": 1000 * k, "p10_ns": 900 * k, "p90_ns": 1100 * k, "n": 9} for k in (1, 2)}
     cache = tmp_path / "cache.json"
     entries = dict.fromkeys(("512x512", "128x512", "512x1536"), timings)
-    cache.write_text(json.dumps({"schema": 2, "key": key, "entries": entries}))
+    cache.write_text(json.dumps({"schema": 3, "key": key, "entries": entries}))
     done = plan("--world", 4, "--costs", cache)
     assert done.status == 0
     said = " ".join(done.out.split())

@@ -101,7 +101,7 @@ def test_what_the_budget_leaves_out_is_said(run):
 def test_bad_input_is_named_and_nothing_is_written(run, key, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text("{")
-    alien = {"schema": 2, "key": key | {"sm_count": 7}, "entries": {}}
+    alien = {"schema": 3, "key": key | {"sm_count": 7}, "entries": {}}
     (tmp_path / "alien.json").write_text(json.dumps(alien))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     done = run(*arguments)

@@ -198,7 +198,7 @@ def _experts_whole(owner: nn.Module, rows: int) -> MatrixSpec:
 
 def _experts_gate_up(owner: nn.Module, rows: int) -> MatrixSpec:
     transposed = _experts_transposed(owner)
-    stack: Any = owner.gate_up_proj
+    stack: Any = owner._parameters["gate_up_proj"]
     length: int = stack.shape[2 if transposed else 1]
     concatenated = getattr(owner, "is_concatenated", None)
     if not isinstance(concatenated, bool):
@@ -209,9 +209,9 @@ def _experts_gate_up(owner: nn.Module, rows: int) -> MatrixSpec:
 
 def _experts_transposed(owner: nn.Module) -> bool:
     """Whether experts are stored ``(e, in, out)``: what the class says, which must agree with the shapes."""
-    down, up, factor = getattr(owner, "down_proj", None), getattr(owner, "gate_up_proj", None), 2
+    down, up, factor = owner._parameters.get("down_proj"), owner._parameters.get("gate_up_proj"), 2
     if up is None:
-        up, factor = getattr(owner, "up_proj", None), 1
+        up, factor = owner._parameters.get("up_proj"), 1
     if down is None or up is None or down.ndim != 3 or up.ndim != 3:
         raise Unknown
     fits = (

@@ -35,6 +35,17 @@ _IN_PLACE = (nn.Dropout, nn.Identity, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _B
 _FACTORS = ("lora_A", "lora_B")  # modules of these, one for each adapter of a layer
 
 
+def stored(module: object, name: str) -> nn.Parameter | None:
+    """The parameter that ``module``, or the layer in it if it only wraps one, stores by this name.
+
+    Its attribute may be something else, computed of that as it is read: by collectives where a framework gathers shards
+    so, which no rank may start alone.
+    """
+    inside: dict[str, nn.Module] = getattr(module, "_modules", {})
+    own: nn.Parameter | None = getattr(module, "_parameters", {}).get(name)
+    return next((stored(inside[key], name) for key in _WRAPPERS if key in inside), None) if own is None else own
+
+
 class Adapter(NamedTuple):
     """One of two factors whose product is added to the weight of a layer.
 
@@ -77,8 +88,8 @@ class Layer:
     def of(module: nn.Module, weight: Tensor) -> Layer:
         """The layer that ``module`` is with this weight of two dimensions or more."""
         first, second = weight.shape[0], weight.shape[1]
-        bias = getattr(module, "bias", None)
-        transposed = first != second and getattr(bias, "shape", ()) == (second,)  # (in, out), as Conv1D of GPT-2
+        bias = stored(module, "bias")
+        transposed = first != second and bias is not None and bias.shape == (second,)  # (in, out), as Conv1D of GPT-2
         takes, gives = (first, second) if transposed else (second, first)
         return Layer(
             id(weight),
@@ -131,13 +142,15 @@ class ModuleTree:
     def layers(self, module: nn.Module) -> list[Layer]:
         """The layers below ``module``, in order."""
         if id(module) not in self._layers:
-            held = [(sub, sub.__dict__.get("_parameters", {}).get("weight")) for sub in module.modules()]
+            held: list[tuple[nn.Module, Any]] = [
+                (sub, getattr(sub, "_parameters", {}).get("weight")) for sub in module.modules()
+            ]
             self._layers[id(module)] = [Layer.of(*one) for one in held if one[1] is not None and _is_layer(*one)]
         return self._layers[id(module)]
 
     def beside(self, module: nn.Module) -> Iterator[tuple[nn.Module, Layer, list[Layer], list[Layer]]]:
         """For each module that holds the layer ``module``: it, the layer, and the layers before and behind that."""
-        key = id(getattr(module, "weight", None))
+        key = id(stored(module, "weight"))
         for parent, path in self.above(module, "weight"):
             layers = self.layers(parent) if path.count(".") == 1 else []
             for i, layer in enumerate(layers):
@@ -343,13 +356,13 @@ def makeup_of(tree: ModuleTree, param: Tensor, sites: Sequence[Holder]) -> Makeu
 
 def declared_embeddings(model: nn.Module) -> list[tuple[Tensor, str]]:
     """The weights that a model of Hugging Face declares to be its input embedding and its output head."""
-    declared = []
+    declared: list[tuple[Tensor, str]] = []
     for getter, reason in _DECLARED:
         try:
             module = getattr(model, getter)()
         except (AttributeError, NotImplementedError, TypeError):
             continue  # not there, or not the method that these models have
-        weight = getattr(module, "weight", None)
+        weight = stored(module, "weight")
         if weight is not None:
             declared.append((weight, reason))
     return declared

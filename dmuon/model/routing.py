@@ -36,6 +36,7 @@ from dmuon.model.makeup import (
     makeup_of,
     refusal,
     reparametrized,
+    stored,
 )
 from dmuon.model.matrix_spec import MatrixSpec
 
@@ -311,7 +312,7 @@ def _embedding_ids(model: nn.Module) -> dict[int, str]:
     reasons: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, EMBEDDINGS):
-            reasons[id(module.weight)] = f"embedding {canonical_fqn(name) or type(module).__name__}"
+            reasons[id(stored(module, "weight"))] = f"embedding {canonical_fqn(name) or type(module).__name__}"
     for weight, reason in declared_embeddings(model):
         reasons.setdefault(id(weight), reason)
     return reasons

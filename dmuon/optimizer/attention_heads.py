@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.fused_layouts import Unknown, size
-from dmuon.model.makeup import ModuleTree, known_spec, stored_form
+from dmuon.model.makeup import ModuleTree, known_spec, stored, stored_form
 from dmuon.model.matrix_spec import is_remembered, spec_of
 from dmuon.platform.torch_private import flattened_by_fsdp1
 
@@ -103,7 +103,7 @@ def _may_attend(module: nn.Module, known: Sequence[nn.Module]) -> bool:
     Args:
         known: attention modules of which that is known.
     """
-    layers = [name for name, layer in module.named_children() if getattr(getattr(layer, "weight", None), "ndim", 0) > 1]
+    layers = [name for name, layer in module.named_children() if getattr(stored(layer, "weight"), "ndim", 0) > 1]
     if not _ATTENDS.search(type(module).__name__):
         makes_queries = any(map(_MAKES_QUERIES.search, layers))
         return makes_queries and not any(module is sub for one in known for sub in one.modules())
@@ -118,8 +118,8 @@ def _other_source(module: nn.Module, spec: AttentionHeads) -> str | None:
         known |= {"to_q", "to_k", "add_q_proj", "add_k_proj"}  # which it does not use any more
     for name, held in (*module.named_children(), *module.named_parameters(recurse=False)):
         words = set(name.lower().split("_"))
-        source = held if isinstance(held, nn.Parameter) else getattr(held, "weight", None)
-        is_source = isinstance(source, nn.Parameter) and source.ndim < 3 and not _NORM.fullmatch(name)
+        source = held if isinstance(held, nn.Parameter) else stored(held, "weight")
+        is_source = source is not None and source.ndim < 3 and not _NORM.fullmatch(name)
         is_latent = spec.shared_rotary > 0 and "a" in words  # of which queries are made
         if is_source and words & _QUERIES_KEYS and name not in known and not is_latent:
             return name
@@ -174,17 +174,17 @@ def _parts_of(
     *above, last = path.partition("[")[0].split(".")
     for one in above:
         holder = getattr(holder, one, None)
-    weight: Any = getattr(holder, last, None)
-    if isinstance(weight, nn.Module):
-        holder, last, weight = weight, "weight", getattr(weight, "weight", None)
-    bias = getattr(holder, last.replace("weight", "bias"), None) if last.endswith("weight") else None
+    if isinstance(layer := getattr(holder, "_modules", {}).get(last), nn.Module):
+        holder, last = layer, "weight"
+    weight: Any = stored(holder, last)
+    bias = stored(holder, last.replace("weight", "bias")) if last.endswith("weight") else None
     parts: Sequence[Sequence[tuple[int, int]]] = ()
-    if isinstance(weight, nn.Parameter) and weight.ndim < 2 and flattened_by_fsdp1(weight):
+    if weight is not None and weight.ndim < 2 and flattened_by_fsdp1(weight):
         raise ValueError("QKClip: FSDP1 cuts weights at any element, through rows; use torch's fully_shard (FSDP2)")
-    if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+    if weight is not None and weight.ndim == 2:
         found = spec_of(weight)
         if tree is not None and not is_remembered(weight):
             found = known_spec(tree, holder, last, weight) or stored_form(holder, last, weight) or found
         spec = replace(found, num_heads=1)
         parts = spec.runs(spec.matrix_shape(weight.shape)[spec.dim])
-    return weight, bias if isinstance(bias, nn.Parameter) else None, parts
+    return weight, bias, parts

@@ -296,7 +296,7 @@ def clip_stages(rank: int, world: int, stages: int, empty: tuple[int, ...]) -> l
 
 
 @pytest.mark.pitfall("P36", "P48")
-@pytest.mark.parametrize(("world", "stages", "empty"), [(4, 2, ()), (4, 2, (1,)), (3, 3, (0, 2)), (2, 2, (0, 1))])
+@pytest.mark.parametrize(("world", "stages", "empty"), [(4, 2, ()), (3, 3, (0, 2))])
 def test_stages_of_a_pipeline_count_together(ranks: RankPool, world: int, stages: int, empty: tuple[int, ...]) -> None:
     results = ranks(world, clip_stages, stages, empty)
     assert all(totals == results[0] for totals in results), "the same number on all ranks"

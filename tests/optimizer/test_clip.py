@@ -85,7 +85,7 @@ def on_any_placement(rank: int, world: int) -> dict[str, Tensor]:
 
 
 STOCK = ["fsdp2-hsdp"]
-DEDICATED = ["1d-3", "hsdp-two-lines", "ddp-2", "tp", "tp-fsdp"]
+DEDICATED = ["1d-3", "hsdp-two-lines", "ddp-2", "tp-fsdp"]
 # The number of ranks; and what gives the parameters of a rank, from its number and the world: collective.
 LAYOUTS: dict[str, tuple[int, Callable[[int, int], dict[str, Tensor]]]] = {
     **{name: (TOPOLOGIES[name].world, partial(on_topology, name)) for name in (*DEDICATED, *STOCK)},
@@ -258,7 +258,7 @@ def run_claims(rank: int, world: int, layout: str) -> dict[str, Any]:
     return results
 
 
-QUICK = ("ddp-2", "tp", "fsdp2-hsdp")
+QUICK = ("ddp-2", "fsdp2-hsdp")
 
 
 @pytest.mark.pitfall("P10", "P14", "P36", "P37", "P38", "P48")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.checkpoints import start
@@ -20,7 +19,6 @@ from harness.oracle import Reference, reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, VOCAB, WIDTH, batch, build, train
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import dmuon
@@ -132,30 +130,6 @@ def test_a_step_inside_backward_is_refused_where_it_comes_too_early(
         laid.network.norm.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with pytest.raises(RuntimeError, match=message):
         loss.backward()
-
-
-# -- residencies ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.pitfall("P75")
-@pytest.mark.filterwarnings("ignore")
-@on_ranks(2)
-def test_cycles_compiled_steps_and_zeroed_gradients_equal_one_process(rank: int, world: int) -> None:
-    laid, twin = lay("fsdp2-2", build()), build()
-    optimizer = laid.optimizer()
-    reference = Reference(twin)
-    schedules = [OneCycleLR(o, max_lr=4e-3, total_steps=8) for o in (optimizer, reference.muon, reference.adamw)]
-    step = torch.compile(optimizer.step, backend="eager")
-    for number in range(4):
-        optimizer.zero_grad(set_to_none=False)
-        laid.backward(number)
-        step()
-        train(twin, reference, [number])
-        for schedule in schedules:
-            schedule.step()
-    assert_equal_weights(full_state(laid.network), weights(twin))
-    dist.barrier()
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

@@ -66,11 +66,10 @@ class HalfWeights(Weights):
 
 FAMILY: dict[str, dict[str, Any]] = {
     "muon": {},
-    "l2": {"weight_decay_mode": "l2"},
     "hyperball": {"weight_decay_mode": "hyperball"},
     "normuon": {"second_moment": "row", "second_moment_beta": 0.9},
 }
-ANY = [(2, "l2", "owner"), (2, "hyperball", "owner"), (2, "muon", "sharded"), (2, "muon", "functions")]
+ANY = [(2, "hyperball", "owner"), (2, "muon", "sharded"), (2, "muon", "functions")]
 LATER = [(2, "normuon", "owner"), (4, "muon", "owner")]
 
 

@@ -72,17 +72,6 @@ def test_what_fails_or_takes_too_long_is_said_and_tried_again(
     assert [len(path.read_text()) for path in starts] == [2, 2, 1]
 
 
-def test_results_of_another_commit_are_not_mixed(
-    hour: ModuleType, begun: Callable[..., list[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    begun(first="")
-    hour.main(["--dry", "--out", str(tmp_path)])
-    (tmp_path / "hour.json").write_text(json.dumps(written(tmp_path) | {"commit": "another"}))
-    with pytest.raises(SystemExit):
-        hour.main(["--dry", "--out", str(tmp_path)])
-    assert "give another --out" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_runs_without_a_gpu_and_says_what_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

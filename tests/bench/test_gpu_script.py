@@ -47,31 +47,10 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(
     assert journal.wrong and json.loads((tmp_path / "found.json").read_text()) == journal.document
 
 
-def test_after_an_illegal_access_nothing_more_is_tried(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost() -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    journal = bench.Journal(None, {})
-    with pytest.raises(bench.DeviceLost, match="product: an illegal memory access"), journal.guarded("product"):
-        raise ValueError
-    assert [row["what"] for row in journal.document["faults"]] == ["product"]
-
-
 # -- how it runs ----------------------------------------------------------------------------------------------------
 
 
 MODELS = ("qwen2.5-7b", "llama-3-8b", "pi0", "gpt2-1.5b")
-
-
-def test_without_a_gpu_the_gpu_script_wants_to_be_told_that_it_is_dry(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        bench.main(["--models", str(tmp_path)])
-    assert ended.value.code == 2 and "--dry runs the script without one" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -53,16 +53,3 @@ def test_a_further_matrix_costs_few_calls(bench: ModuleType, residency: str) -> 
     for phase, most in MOST_OF_ONE_MORE[residency].items():
         more = (many[phase]["work"] - few[phase]["work"]) / (MORE - MATRICES)
         assert more <= most, f"{phase}: {more:.0f} calls for each further matrix"
-
-
-@pytest.mark.slow
-def test_a_stack_of_which_all_ranks_own_some_costs_few_calls(bench: ModuleType) -> None:
-    assert bench.run(bench.EXPERTS, 64, 512, True)["step"]["work"] <= 700 * bench.BLOCKS
-
-
-def test_sizes_that_mean_nothing_are_refused(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--ranks", "1"], ["--ranks", "12"], ["--matrices", "many"], ["--residency", "elsewhere"]):
-        with pytest.raises(SystemExit) as exit:
-            bench.run_bench(bench.Settings, "", bench.measure, bench.table, arguments, fault=bench.fault)
-        assert exit.value.code == 2
-        assert arguments[0] in capsys.readouterr().err

@@ -309,32 +309,3 @@ def test_what_lies_inside_and_outside_is_refused(rank: int, world: int) -> None:
     dedicate(model.experts())
     with pytest.raises(ValueError, match="is tied to one outside of it, which no longer is the same: untie them"):
         dedicate(model)
-
-
-@on_ranks(2)
-def test_the_rest_is_routed_as_in_the_whole_model(rank: int, world: int) -> None:
-    """Whether layers repeat, and which is the last one, does not change by what was dedicated before."""
-    routed = {}
-    for before in (False, True):
-        model = Model()
-        model.mid = nn.Linear(WIDTH, WIDTH, bias=False)
-        if before:
-            dedicate(model.experts(), exclude=["*.bias"])
-        plan = dmuon.dedicate_params(model, default_mesh(), costs="flops", exclude=["*.router", "*.bias"])
-        routed[before] = {name for name in plan.owners if ".experts." not in name}
-    assert routed[True] == routed[False] == {f"blocks.{i}.mix.weight" for i in range(LAYERS)}
-
-
-@on_ranks(2)
-def test_faults_of_a_load_are_told_once(rank: int, world: int) -> None:
-    model = Model()
-    dedicate(model.experts())
-    dedicate(model, exclude=["*.router"])
-    state = dict(model.state_dict())
-    if rank:
-        state["blocks.0.experts.up"] = torch.zeros(3)
-    with pytest.raises(RuntimeError) as raised:
-        model.load_state_dict(state)
-    text = str(raised.value)
-    told = "experts.up is as it should be on rank 0 and a tensor of shape (3,) for (4, 16, 8) on rank 1"
-    assert text.count("blocks.0.experts.up") == 1 and text.endswith(told), text

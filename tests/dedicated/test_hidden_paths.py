@@ -139,57 +139,6 @@ def test_what_a_forward_may_not_do_is_named(rank: int, world: int) -> None:
     assert torch.equal(model(torch.ones(2, 4)), twin(torch.ones(2, 4)))
 
 
-@on_ranks(2)
-def test_a_block_may_add_to_the_containers_that_it_is_given(rank: int, world: int) -> None:
-    def writes(block: nn.Module, given: Any) -> Any:
-        x, (notes, table) = given
-        notes.append(block.first(x).square().mean())
-        table["last"] = block.second(x)
-        return x + table["last"], (notes, table)
-
-    norms = []
-    for owned in (False, True):
-        model = dedicated(writes) if owned else Toy(writes)
-        notes: list[Tensor] = []
-        table: dict[str, Tensor] = {}
-        x = torch.ones(2, 4, requires_grad=True)
-        out, _ = model((x, (notes, table)))
-        (out.sum() + sum(notes) + table["last"].sum()).backward()
-        assert len(notes) == 2
-        norms.append({name: float(p.grad.norm()) for name, p in model.named_parameters()})
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-
-
-@on_ranks(2)
-def test_saved_weights_are_not_read_outside_of_backward(rank: int, world: int) -> None:
-    model = dedicated(lambda block, x: block.first(x))
-    node = model(torch.ones(2, 4, requires_grad=True)).grad_fn
-    with pytest.raises(RuntimeError, match=r"block 'blocks\.1' has saved for backward was read outside of one"):
-        _ = node._saved_mat2
-
-
-@pytest.mark.parametrize("trains", [True, False])
-@on_ranks(2)
-def test_blocks_get_tuples_as_they_are_and_may_lend_their_weights(rank: int, world: int, trains: bool) -> None:
-    """Tuples of several kinds, and a view of a weight."""
-    lent: list[Tensor] = []
-
-    def lends(block: nn.Module, given: tuple[Tensor, torch.Size, torch.return_types.max]) -> Any:
-        x, size, best = given
-        assert isinstance(size, torch.Size)
-        lent.append(block.first.weight.detach()[0])
-        out = block.second(block.first(x)).view(size) + best.values
-        return out, out.size(), torch.max(out, 0)
-
-    model, x = dedicated(lends), torch.ones(4, 4, requires_grad=True)
-    with torch.set_grad_enabled(trains):
-        result, *_ = model((x, x.size(), torch.max(x, 0)))
-    for of_block, alone in zip(lent, Toy(lends).blocks, strict=True):
-        assert torch.equal(of_block, alone.first.weight[0])
-    if trains:
-        result.sum().backward()
-
-
 # -- gradients that no output shows -----------------------------------------------------------------------------------
 
 

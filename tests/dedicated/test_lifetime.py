@@ -43,7 +43,7 @@ def watched(model: nn.Module, optimizer: dmuon.Muon) -> list[weakref.ref[Any]]:
     return [weakref.ref(item) for item in found]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, 4])
 @on_ranks()
 def test_deleted_models_and_optimizers_are_freed_at_once(rank: int, world: int) -> None:
     mesh = default_mesh()
@@ -134,11 +134,3 @@ def test_exchanges_of_deleted_optimizers_leave_one_group(rank: int, world: int) 
             del model, optimizer
             assert [reference() for reference in references if reference() is not None] == []
             assert len(group_names()) == len(before) + 1
-
-
-@on_ranks(2)
-def test_parameters_that_outlive_their_model_are_refused(rank: int, world: int) -> None:
-    params = list(dedicated().parameters())
-    gc.collect()
-    with pytest.raises(ValueError, match=r"the model of 'blocks\.0\.mix\.weight', which dmuon owned, was deleted"):
-        dmuon.Muon(params, LR)

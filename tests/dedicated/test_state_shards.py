@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
 )
-from torch.distributed.tensor import Replicate
 
 REFUSED = r"in a state dict of a dedicated model cannot be written to one file as it is, since each rank has "
 
@@ -86,19 +85,6 @@ def pickled(thing: Any) -> io.BytesIO:
     return file
 
 
-@on_ranks(2, timeout=60.0)
-def test_shards_are_gathered_and_load_as_any_dtensor(rank: int, world: int) -> None:
-    expected, other = dict(build().state_dict()), start("1d", seed=3)
-    weights = copy.deepcopy(start("1d").model.state_dict())
-    name, shard = next((name, value) for name, value in weights.items() if name.endswith("up.weight"))
-    assert torch.equal(shard.redistribute(placements=[Replicate()]).to_local(), expected[name])
-    with pytest.raises(RuntimeError, match=r"to_local\(\) of .* is not an even shard"):
-        shard.clone().to_local().zero_()
-    other.model.load_state_dict(weights)
-    for found in (weights, other.model.state_dict()):
-        assert_same_tensors({name: whole(value) for name, value in found.items()}, expected)
-
-
 @on_ranks(2)
 def test_writes_to_a_state_dict_of_the_model_are_refused_and_to_what_is_made_of_it_are_not(
     rank: int, world: int
@@ -133,13 +119,10 @@ def test_writes_to_a_state_dict_of_the_model_are_refused_and_to_what_is_made_of_
 
 USES: dict[str, Callable[[Tensor], Tensor]] = {
     "detach": lambda value: value.detach(),
-    "clone": lambda value: value.clone(),
-    "cpu": lambda value: value.cpu(),
     "to bf16": lambda value: value.to(torch.bfloat16),
     "deepcopy": copy.deepcopy,
     "average": lambda value: torch.lerp(value * 0.5, value, 0.5),
     "in place": lambda value: value.clone().mul_(0.25).add_(value, alpha=0.5),
-    "foreach": lambda value: torch._foreach_mul([value, value.clone()], 0.75)[1],
 }
 
 

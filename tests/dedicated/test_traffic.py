@@ -31,13 +31,10 @@ OPERATORS = {
 CASES = [
     ("1d-two-lines", False, 1, "broadcast"),
     ("1d-two-lines", False, 3, "single"),
-    ("1d-two-lines", True, 3, "auto"),
     ("hsdp-two-lines", False, 1, "broadcast"),
     pytest.param("hsdp-two-lines", True, 2, "single", marks=pytest.mark.slow),
-    ("ddp-2", False, 1, "broadcast"),
     ("ddp-2", False, 3, "single"),
     ("tp", False, 1, "auto"),
-    ("tp-two-lines", True, 1, "single"),
 ]
 
 
@@ -88,7 +85,6 @@ def _local_bytes(tensor: Tensor) -> int:
     [
         ("1d-two-lines", False, False),
         ("1d", True, True),
-        ("ddp-2", False, True),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hsdp", True, True), ("tp-fsdp", False, False))),
     ],
 )

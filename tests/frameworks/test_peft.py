@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -99,23 +98,3 @@ def test_adapters_of_a_dedicated_model_train_save_and_merge(rank: int, world: in
         dist.barrier()
         saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
         assert_equal_weights(dict(saved.state_dict()), merged)
-
-
-@on_ranks(2, timeout=180.0)
-def test_adapters_come_to_a_dedicated_model_under_whole_weights(rank: int, world: int) -> None:
-    """peft takes their sizes from the weights, and DoRA their first magnitudes."""
-    found = []
-    for parts in (1, world):
-        model = build()
-        if parts > 1:
-            mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))  # without names it takes other sizes
-            dmuon.dedicate_params(model, mesh, costs="flops")
-            with pytest.raises(RuntimeError, match=r"is not an even shard: .*with dmuon.summon_full_params\(model\)"):
-                peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
-        with dmuon.summon_full_params(model) if parts > 1 else nullcontext():
-            torch.manual_seed(2)
-            model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        train(model, optimizer, rank if parts > 1 else 0, parts)
-        found.append(weights_of(model))
-    assert_equal_weights(*found)

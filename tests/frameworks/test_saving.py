@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from harness.assertions import assert_same_tensors
 from harness.hugging_face import build, launched, shared_folder
@@ -17,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 
-peft = pytest.importorskip("peft", reason="peft is not installed (the extra 'frameworks')")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'frameworks')")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -27,11 +25,8 @@ OF_SHARDS = rf"{REFUSED}|data pointer on an invalid python storage"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def dedicated(world: int, *, sharded: bool, adapters: bool = False) -> Any:
+def dedicated(world: int, *, sharded: bool) -> Any:
     model = build()
-    if adapters:
-        torch.manual_seed(2)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     mesh = init_device_mesh("cpu", (world,))
     dmuon.dedicate_params(model, mesh, costs="flops")
     if sharded:
@@ -70,19 +65,4 @@ def test_model_is_saved_whole_or_not_at_all(rank: int, world: int, sharded: bool
         model.save_pretrained(folder / "whole", state_dict=whole)
         dist.barrier()
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole")
-        assert_same_tensors(dict(loaded.state_dict()), expected)
-
-
-@on_ranks(2, timeout=180.0)
-def test_adapters_are_saved_whole_or_not_at_all(rank: int, world: int) -> None:
-    with shared_folder() as folder, launched(rank, 1):
-        model = dedicated(world, sharded=True, adapters=True)
-        expected = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        with pytest.raises(RuntimeError, match=REFUSED):
-            model.save_pretrained(folder / str(rank))
-        assert not list(folder.glob("*/*.safetensors"))
-        whole = get_model_state_dict(model, options=WHOLE)
-        model.save_pretrained(folder / "whole", state_dict=whole, is_main_process=rank == 0)
-        dist.barrier()
-        loaded = peft.PeftModel.from_pretrained(build(), folder / "whole")
         assert_same_tensors(dict(loaded.state_dict()), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.nn as nn
-from harness.configs import LLAMA_8B, QWEN_MOE, TOWER, towers, written
+from harness.configs import LLAMA_8B, TOWER, towers, written
 from harness.trees import node, stack
 
 from dmuon.model.config import read_model
@@ -46,19 +45,6 @@ def test_gpt2_lists_fused_qkv_as_three_squares(tmp_path: Path) -> None:
     first = [(m.name, m.rows, m.cols) for m in matrices if m.block == "transformer.h.0"]
     assert first[:3] == [(f"transformer.h.0.attn.c_attn.weight[{part}]", 768, 768) for part in range(3)]
     assert Counter(shape for *_, a, b in first for shape in [(a, b)])[(768, 768)] == 4
-
-
-@pytest.mark.slow
-def test_qwen_moe_counts_experts_and_routers_as_matrices(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    matrices = read(tmp_path, QWEN_MOE)
-    outside = 2 * 151936 * 2048 + 48 * (2 * 2048 + 2 * 128) + 2048
-    assert elements(matrices) + outside == 30_532_122_624
-    assert len(matrices) == 48 * (4 + 1 + 3 * 128)
-    names = {m.name: (m.rows, m.cols) for m in matrices}
-    assert names["model.layers.7.mlp.gate.weight"] == (128, 2048)
-    assert names["model.layers.7.mlp.experts.down_proj[127]"] == (2048, 768)
-    assert names["model.layers.7.mlp.experts.gate_up_proj[255]"] == (768, 2048)
 
 
 @pytest.mark.slow
@@ -115,20 +101,12 @@ def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, conf
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ([1], "holds list, not an object"),
-        ({}, r"config.json: field 'model_type' is None; use one of gpt2, llama"),
         ({**LLAMA_8B, "model_type": "mamba"}, "'mamba'; use one of .*install transformers, .* dmuon-profile --shapes"),
-        ({**LLAMA_8B, "model_type": ["llama"]}, "'model_type' is"),
         ({"model_type": "llama"}, "field 'hidden_size' is missing; set it to an integer"),
-        ({**LLAMA_8B, "hidden_size": "4096"}, "field 'hidden_size' is '4096'; set it to an integer"),
         ({**LLAMA_8B, "num_hidden_layers": 0}, "field 'num_hidden_layers' is 0; set it to at least 1"),
-        ({**LLAMA_8B, "intermediate_size": True}, "'intermediate_size' is True"),
         ({**GPT2, "add_cross_attention": True}, "field 'add_cross_attention' is True; set it to false"),
         ({**LLAMA_8B, "num_attention_heads": 3000}, "field 'num_attention_heads' is 3000; set it to a divisor of 4096"),
         (towers(), r"'towers' is \[\]; set it to a non-empty list of objects"),
-        (towers({}), r"'towers\[0\].name' is missing"),
-        (towers(TOWER, TOWER), r"'towers\[1\].name' repeats 'vision'"),
-        (towers({**TOWER, "gated_mlp": 1}), r"'towers\[0\].gated_mlp' is 1; set it to true or false"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused_by_field(
@@ -160,11 +138,6 @@ def test_what_is_no_config_is_refused_by_name(tmp_path: Path, content: Any, says
     for source in (tmp_path,) if content is ... else (path, tmp_path):  # a folder stands for the config in it
         with pytest.raises(ValueError, match=rf"config.json: {says}"):
             read_model(source)
-
-
-def test_infinities_are_read_and_a_folder_stands_for_the_config_in_it(tmp_path: Path) -> None:
-    found = read(tmp_path, {**GPT2, "time_step_limit": [0.0, math.inf]})  # as some Hugging Face configs have it
-    assert found == read_model(tmp_path) == read_model(tmp_path / "config.json")
 
 
 # -- what only transformers knows, without memory, code or downloads ---------------------------------------------------
@@ -250,15 +223,6 @@ def test_the_class_that_a_file_names_is_built(tmp_path: Path, fake: Fake) -> Non
     fake.NovelForTasks = named  # type: ignore[attr-defined]
     names = [m.name for m in read_model(write(tmp_path, architectures=["OfCodeOfItsOwn", "NovelForTasks"]))]
     assert len(names) == 4 and all(name.startswith("novel.layers.") for name in names)
-
-
-@pytest.mark.parametrize(
-    ("field", "kind"), [("is_encoder_decoder", "AutoModelForSeq2SeqLM"), ("sub_configs", "AutoModelForMultimodalLM")]
-)
-def test_a_decoder_is_not_taken_for_what_it_is_a_part_of(tmp_path: Path, fake: Fake, field: str, kind: str) -> None:
-    setattr(fake, kind, SimpleNamespace(from_config=fake.from_config))
-    fake.AutoModelForCausalLM = fake.AutoModel = SimpleNamespace(from_config=None)
-    assert len(read_model(write(tmp_path, **{field: True}))) == 4
 
 
 def test_downloads_are_forbidden_meanwhile(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

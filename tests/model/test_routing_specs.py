@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.nn as nn
-from harness.trees import HEADS, Conv1D, D, H, bare, experts, linear, llama, node, of, stack
+from harness.trees import HEADS, Conv1D, D, H, experts, linear, llama, node, of, stack
 from torch.distributed.tensor import Replicate
 
 import dmuon
@@ -118,16 +118,3 @@ def test_plans_list_the_matrices_that_dedication_gives_owners(shape: tuple[int, 
         found |= dict.fromkeys(numbers, share.spread.layout.shape)
     listed = {name: (rows, cols) for name, rows, cols in spec.named("w", shape)}
     assert {f"w[{number}]": sides for number, sides in found.items()} == listed
-
-
-class _Embedding(nn.Embedding):
-    def __init__(self) -> None:
-        super().__init__(5, D)
-        self.end, self.scale = bare(D), bare()
-
-
-@pytest.mark.parametrize("embedding", [_Embedding, lambda: of("TokenEmbedding", weight=bare(5, D))])
-def test_an_embedding_of_ones_own_is_one_and_may_have_vectors_too(embedding: Callable[[], nn.Module]) -> None:
-    model = node(embed=embedding(), up=linear(D, H), down=linear(H, D), head=linear(D, 3))
-    taken = {r.fqn for r in route_to_blocks(model) if r.muon}
-    assert taken == {"up.weight", "down.weight"}

@@ -20,16 +20,6 @@ from torch.nn.utils import clip_grad_norm_ as torch_clip
 import dmuon
 
 
-@pytest.mark.pitfall("P10")
-def test_foreach_raises_where_torch_has_no_kernels() -> None:
-    param = nn.Parameter(torch.ones(2, device="meta"))
-    param.grad = torch.ones_like(param)
-    for clip in (dmuon.clip_grad_norm_, torch_clip):
-        with pytest.raises(RuntimeError, match="foreach"):
-            clip([param], 1.0, foreach=True)  # type: ignore[operator]
-        clip([param], 1.0, foreach=False)  # type: ignore[operator]
-
-
 @pytest.mark.pitfall("P36")
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_plain_tensors_clip_as_in_torch(foreach: bool | None) -> None:
@@ -77,20 +67,6 @@ def test_arguments_without_a_meaning_are_refused(arguments: tuple[float, ...], m
     with pytest.raises(ValueError, match=match):
         dmuon.clip_grad_norm_([param], *arguments)
     assert param.grad is not None and param.grad.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_gradient_without_elements_adds_nothing(order: float) -> None:
-    params = [with_gradient(torch.ones(3)), with_gradient(torch.ones(0, 2))]
-    expected = float(torch_clip(params[:1], 9.0, order))
-    assert float(dmuon.clip_grad_norm_(params, 9.0, order)) == pytest.approx(expected)
-
-
-def test_a_used_generator_is_said_to_be_empty() -> None:
-    parameters = build().parameters()
-    list(parameters)
-    with pytest.warns(UserWarning, match="nothing is clipped"):
-        dmuon.clip_grad_norm_(parameters, 1.0)
 
 
 @pytest.mark.pitfall("P36", "P48")

@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.checkpoints import SINGLE, start
+from harness.checkpoints import start
 from harness.network import Network, full_state, loss_of, weights
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, VOCAB, WIDTH, batch, build, train
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import dmuon
@@ -53,8 +51,7 @@ def test_hooks_run_around_steps_and_state_dicts_and_end_when_removed() -> None:
     assert_equal_weights(weights(model), reference_weights())
 
 
-@pytest.mark.parametrize("prepend", [False, True])
-def test_a_hook_may_adapt_what_is_loaded_momentum_included(prepend: bool) -> None:
+def test_a_hook_may_adapt_what_is_loaded_momentum_included() -> None:
     """As torch's documentation has it for parameters that come under other names, in another order."""
     model, again = build(), build()
     optimizer = dmuon.Muon(model, **OPTIONS)
@@ -69,7 +66,7 @@ def test_a_hook_may_adapt_what_is_loaded_momentum_included(prepend: bool) -> Non
         "state": {key: saved["state"][reverse[key]] for key in range(count)} | {reverse[0]: saved["state"][1]},
     }
     other = dmuon.Muon(again, **OPTIONS)
-    other.register_load_state_dict_pre_hook(lambda _, given: saved if given is not saved else None, prepend=prepend)
+    other.register_load_state_dict_pre_hook(lambda _, given: saved if given is not saved else None)
     other.load_state_dict(strange)
     again.load_state_dict(model.state_dict())
     train(again, other, range(2, 5))
@@ -135,47 +132,7 @@ def test_a_step_inside_backward_is_refused_where_it_comes_too_early(
         loss.backward()
 
 
-# -- residencies ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.pitfall("P75")
-@pytest.mark.filterwarnings("ignore")
-@on_ranks(2)
-def test_cycles_compiled_steps_and_zeroed_gradients_equal_one_process(rank: int, world: int) -> None:
-    laid, twin = lay("fsdp2-2", build()), build()
-    optimizer = laid.optimizer()
-    reference = Reference(twin)
-    schedules = [OneCycleLR(o, max_lr=4e-3, total_steps=8) for o in (optimizer, reference.muon, reference.adamw)]
-    step = torch.compile(optimizer.step, backend="eager")
-    for number in range(4):
-        optimizer.zero_grad(set_to_none=False)
-        laid.backward(number)
-        step()
-        train(twin, reference, [number])
-        for schedule in schedules:
-            schedule.step()
-    assert_equal_weights(full_state(laid.network), weights(twin))
-    dist.barrier()
-
-
 # -- state ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_state_dict_holds_options_and_states_and_nothing_else() -> None:
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    train(model, optimizer, range(1))
-    saved = optimizer.state_dict()
-    assert set(saved) == {"state", "param_groups"} and sorted(saved["state"]) == list(range(25))
-    kinds = {frozenset(values) for values in saved["state"].values()}
-    assert kinds == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
-    for values in saved["state"].values():
-        for value in values.values():
-            assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
-    optimizer.load_state_dict(copy.deepcopy(saved))
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
-    assert "differentiable" not in optimizer.param_groups[3]
 
 
 @pytest.mark.pitfall("P23", "P32")
@@ -216,19 +173,10 @@ def with_state(key: int, state: Any) -> Any:
 
 HALF, WHOLE = {"step": torch.tensor(1.0)}, {name: torch.zeros(17, 13) for name in ("exp_avg", "exp_avg_sq")}
 DAMAGE: dict[str, Any] = {
-    "no dict": lambda saved: [saved],
     "nothing": lambda saved: None,
-    "empty": lambda saved: {},
-    "wrapped": lambda saved: {"optimizer": saved},
-    "groups of numbers": lambda saved: {**saved, "param_groups": [1, 2, 3]},
-    "groups without params": lambda saved: {**saved, "param_groups": [{}, {}, {}]},
     "fewer groups": lambda saved: {**saved, "param_groups": saved["param_groups"][:2]},
-    "a state that is a number": with_state(3, 5.0),
-    "momentum that is a number": with_state(0, {"momentum_buffer": 5.0}),
     "momentum of another shape": with_state(0, 2),
     "half a state": with_state(9, HALF),
-    "a step that is a word": with_state(9, {**WHOLE, "step": "a"}),
-    "steps": with_state(9, {**WHOLE, "step": torch.ones(3)}),
     "moments of another shape": with_state(9, 12),
     "AdamW's state of a matrix": with_state(0, {**HALF, **{name: torch.zeros(13, 13) for name in WHOLE}}),
     "momentum of AdamW's": with_state(9, {"momentum_buffer": torch.zeros(17, 13)}),
@@ -281,10 +229,9 @@ REMEDY = r"an optimizer, which .*, cannot be copied or pickled: save optimizer.s
 
 
 @pytest.mark.pitfall("P74")
-@pytest.mark.parametrize("layout", [SINGLE, "1d"])
-@on_ranks("layout")
-def test_a_copy_is_refused_with_the_remedy(rank: int, world: int, layout: str) -> None:
-    run = start(layout)
+@on_ranks(2)
+def test_a_copy_is_refused_with_the_remedy(rank: int, world: int) -> None:
+    run = start("1d")
     run.train(range(2))
     for name, make in COPIES.items():
         for thing in (run.optimizer, {"optimizer": run.optimizer})[: 1 + (name != "copy")]:
@@ -298,11 +245,8 @@ def test_a_copy_is_refused_with_the_remedy(rank: int, world: int, layout: str) -
 
 
 @pytest.mark.pitfall("P54")
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @on_ranks(2)
-def test_an_embedding_with_sparse_gradients_is_refused_on_every_rank(
-    rank: int, world: int, kind: type[nn.Module]
-) -> None:
+def test_an_embedding_with_sparse_gradients_is_refused_on_every_rank(rank: int, world: int) -> None:
     """By every way to build an optimizer; not where it is frozen."""
     mesh = init_device_mesh("cpu", (world,))
     uses: list[Callable[[nn.Module], Any]] = [
@@ -318,6 +262,6 @@ def test_an_embedding_with_sparse_gradients_is_refused_on_every_rank(
 
     for use in uses:
         with pytest.raises(ValueError, match=r"'embed\.weight'.*sparse=False"):
-            use(with_table(kind(VOCAB, WIDTH, sparse=True)))
+            use(with_table(nn.Embedding(VOCAB, WIDTH, sparse=True)))
     frozen = with_table(nn.Embedding(VOCAB, WIDTH, sparse=True).requires_grad_(False))
     train(frozen, dmuon.Muon(frozen, **OPTIONS), range(2))

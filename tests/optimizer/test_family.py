@@ -65,12 +65,10 @@ def paper(member: str, lr: float = LR) -> Paper:
 
 
 ALONE = [Split("one matrix", shape, MatrixSpec(), lambda w: [w]) for shape in ((8, 5), (6, 12), (4, 16))]  # for teams
-OF_SLICES = (*PLACED, "normuon on a sphere")
 BY_RANKS = [
-    *product([2], ["owner"], MEMBERS),
-    *product([1], ["owner"], PLACED),
-    *product([2], ["sharded"], OF_SLICES),
-    *((2, way, member) for i, member in enumerate(PLACED) for way in ("replicated", "full_replication")[i % 2 :: 2]),
+    *product([2], ["owner"], [*PLACED, "l2"]),
+    *product([2], ["sharded"], ["adamuon", "normuon on a sphere"]),
+    *((2, way, member) for way, member in (("replicated", "normuon"), ("full_replication", "hyperball"))),
     *slowly(*product([4], ["owner", "sharded:2"], PLACED)),
 ]
 
@@ -100,7 +98,7 @@ def test_slices_are_nothing_for_a_function_of_whole_matrices(rank: int, world: i
             weights.optimizer(create_dtensor_config(costs="flops"), strategy=strategy, orthogonalize=polar)
 
 
-OWNED = [*product(["1d-3-two-lines"], [*PLACED, "cautious", "function"]), *in_turn("tp")]
+OWNED = [*product(["1d-3-two-lines"], ["normuon", "hyperball", "cautious", "function"]), *in_turn("tp")]
 
 
 @pytest.mark.parametrize(("layout", "member"), [*OWNED, *slowly(*in_turn("ddp-2", "hsdp-two-lines"))])
@@ -121,13 +119,13 @@ def test_tensors_of_any_matrices_that_dmuon_owns(rank: int, world: int, layout: 
 
 MULTIPLIERS = {"*.up.weight": 0.5, "blocks.0.*": 2.0, "embed.*": 3.0, "*.bias": 0.25}
 LAID_OUT = [
-    *product(["fsdp2-3"], [*PLACED, "rms", "normuon on a sphere"]),
+    *product(["fsdp2-3"], ["adamuon", "independent", "rms", "normuon on a sphere"]),
     *in_turn("ddp"),
     *slowly(*in_turn("tp-alone", "1d-3", "fsdp2-tp", "cp-mesh")),
 ]
 
 
-@pytest.mark.parametrize(("layout", "member"), [*LAID_OUT, *((n, "multiplied") for n in ("fsdp2-2", "1d", "ddp"))])
+@pytest.mark.parametrize(("layout", "member"), [*LAID_OUT, *((n, "multiplied") for n in ("fsdp2-2", "1d"))])
 @on_ranks("layout")
 def test_models_as_users_lay_them_out(rank: int, world: int, layout: str, member: str) -> None:
     """Those of no member have learning rates that are multiplied by patterns of names."""
@@ -150,7 +148,6 @@ def trained(member: str, multipliers: dict[str, float], steps: int = STEPS) -> d
 @pytest.mark.parametrize(
     ("source", "target", "member"),
     [
-        ("fsdp2-2", "fsdp2-3", "adamuon"),
         ("1d", "1d-3", "bf16 momentum"),
         ("fsdp2-2", "tp", "normuon"),
         *slowly(
@@ -211,15 +208,6 @@ def test_groups_that_dcp_merges_or_divides_are_refused() -> None:
         set_optimizer_state_dict(model, multiplied, get_optimizer_state_dict(model, plain))
 
 
-def test_tensors_that_come_with_names_are_multiplied() -> None:
-    model = build()
-    named = [(name, param) for name, param in model.named_parameters() if is_matrix(name)]
-    optimizer = dmuon.Muon(named, lr_multipliers={"*.up.*": 2.0})
-    assert {name: g["lr_multiplier"] for g in optimizer.param_groups for name in g["param_names"]} == {
-        name: 1.0 + name.endswith("up.weight") for name, _ in named
-    }
-
-
 # -- a function of one's own -----------------------------------------------------------------------------------------
 
 
@@ -251,7 +239,7 @@ def failing_on_one_rank(x: Tensor) -> Tensor:
     return failing(x) if torch.distributed.get_rank() == 1 else x
 
 
-@pytest.mark.parametrize("layout", ["1d-1", "fsdp2-2", "1d"])
+@pytest.mark.parametrize("layout", ["fsdp2-2", "1d"])
 @on_ranks("layout")
 def test_a_function_that_returns_something_else_or_fails_changes_nothing(rank: int, world: int, layout: str) -> None:
     """On all ranks that share matrices: those that own none of a shape, or have no fault, hear of it."""
@@ -417,17 +405,6 @@ def test_matrices_of_zeros_get_a_norm_by_their_first_step(rank: int, world: int)
     weights.check(optimizer)
 
 
-def test_a_group_goes_to_the_sphere_and_leaves_it_as_its_option_says() -> None:
-    models = [build(), build()]
-    optimizers = [dmuon.Muon(models[0], **OPTIONS, **ON_SPHERE), dmuon.Muon(models[1], **OPTIONS)]
-    optimizers[1].param_groups[0]["weight_decay_mode"] = "hyperball"
-    for step in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            train(model, optimizer, [step])
-        optimizers[0].load_state_dict(optimizers[1].state_dict())
-    assert_equal_weights(dict(models[0].state_dict()), dict(models[1].state_dict()), 0.0)
-
-
 def test_an_edit_after_which_the_norm_of_weights_would_not_stay_is_refused() -> None:
     half = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = dmuon.Muon([{"params": [half], "use_muon": True}])
@@ -439,46 +416,6 @@ def test_an_edit_after_which_the_norm_of_weights_would_not_stay_is_refused() -> 
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("row", "nbytes", "key", "options"),
-    [
-        ("momentum, fp32 (default)", "4", "momentum_buffer", {}),
-        ("momentum, bf16", "2", "momentum_buffer", {"momentum_dtype": torch.bfloat16}),
-        ("`row_second_moment` of NorMuon, beside it", "4 / n", "row_second_moment", {"second_moment": "row"}),
-        ("`element_second_moment` of AdaMuon, beside it", "4", "element_second_moment", {"second_moment": "element"}),
-        ("AdamW's two moments, for comparison", "8", "exp_avg", {"exclude": ["blocks.1"]}),
-        ("the same of weights in bf16", "4", "exp_avg", {"exclude": ["blocks.1"], "dtype": torch.bfloat16}),
-        (
-            "the same with `master_weights=True`",
-            "8",
-            "exp_avg",
-            {"exclude": ["blocks.1"], "dtype": torch.bfloat16, "master_weights": True},
-        ),
-        (
-            "fp32 master of a weight in bf16 or fp16, with `master_weights=True`",
-            "4",
-            "master_weight",
-            {"dtype": torch.bfloat16, "master_weights": True},
-        ),
-        (
-            "the same with `bf16_stochastic_round=True`",
-            "8",
-            "exp_avg",
-            {"exclude": ["blocks.1"], "dtype": torch.bfloat16, "bf16_stochastic_round": True},
-        ),
-    ],
-)
-def test_state_has_as_many_bytes_as_the_documentation_says(row: str, nbytes: str, key: str, options: Any) -> None:
-    assert f"| {row} | {nbytes} |" in (Path(__file__).parents[2] / "docs" / "how-to.md").read_text()
-    model = build().to({**options}.pop("dtype", torch.float32))
-    optimizer = dmuon.Muon(model, **{name: value for name, value in options.items() if name != "dtype"})
-    weight = model.blocks[1].up.weight
-    values = [value for name, value in optimizer.state[weight].items() if name.startswith(key)]
-    number, _, inputs = nbytes.partition(" / ")
-    expected = float(number) * weight.numel() / (weight.shape[1] if inputs else 1)
-    assert sum(value.nbytes for value in values) == expected
 
 
 def test_momentum_is_converted_by_a_load() -> None:
@@ -506,8 +443,6 @@ def test_momentum_is_converted_by_a_load() -> None:
     [
         ("flatten_optimizer_state_dict", {"momentum_dtype": torch.bfloat16}),
         ("flatten_optimizer_state_dict", {"orthogonalize": polar}),
-        ("flatten_optimizer_state_dict", {"second_moment": "element"}),
-        ("full_state_dict", {"ns_dtype": torch.float32}),
         ("full_state_dict", {"adjust_lr_fn": lambda shape: 0.5}),
     ],
 )
@@ -524,23 +459,3 @@ def test_torch_saves_options_that_are_no_numbers(form: str, options: dict[str, A
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, [7])
     assert_equal_weights(dict(models[1].state_dict()), dict(models[0].state_dict()))
-
-
-def test_bf16_momentum_follows_gradients_that_vary() -> None:
-    """What docs/how-to.md says of rounding to the nearest."""
-    deviations, bounds = torch.tensor([0.01, 0.1, 1.0]), [(0.04, 0.05), (0.0, 0.001), (0.0, 0.001)]
-    params = [nn.Parameter(torch.zeros(3, 64, 64)) for _ in range(2)]
-    groups = [{"params": [param], "use_muon": True} for param in params]
-    groups[1]["momentum_dtype"] = torch.bfloat16
-    optimizer, generator = dmuon.Muon(groups, lr=0.0, orthogonalize=lambda x: x), torch.Generator().manual_seed(0)
-    off = square = torch.zeros(3)
-    for step in range(200):
-        params[0].grad = params[1].grad = 1.05 + deviations.view(3, 1, 1) * torch.randn(3, 64, 64, generator=generator)
-        optimizer.step()
-        exact, found = (optimizer.state[param]["momentum_buffer"].double() for param in params)
-        if step >= 100:
-            off = off + (found - exact).mean((1, 2)) / exact.mean((1, 2)) / 100
-            square = square + ((found - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).square() / 100
-    for (least, most), mean, root in zip(bounds, off.abs().tolist(), square.sqrt().tolist(), strict=True):
-        assert least <= mean <= most
-        assert root <= max(0.0075, 1.2 * most)

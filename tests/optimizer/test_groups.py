@@ -141,7 +141,7 @@ def test_groups_without_parameters_stand_by_until_some_are_added() -> None:
 
 
 @pytest.mark.pitfall("P75")
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (2, 0, 3), (0, 3, 2), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 3)], ids=str)
 def test_a_matrix_without_elements_disturbs_nobody(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     full, alone = (nn.Parameter(torch.ones(4, 3)) for _ in range(2))
@@ -171,17 +171,3 @@ def test_a_lazy_module_is_refused_by_name_until_it_has_shapes() -> None:
     optimizer = dmuon.Muon(model)
     optimizer.step()
     assert optimizer.last_step.ns_matrices == 2
-
-
-def test_a_device_without_streams_is_refused_by_name() -> None:
-    class Metal(torch.Tensor):
-        device = torch.device("mps", 0)
-
-    with pytest.raises(ValueError, match=r"parameter of shape \(4, 3\) is on mps, which has neither streams nor fp64"):
-        dmuon.Muon([torch.ones(4, 3).as_subclass(Metal).requires_grad_()])
-
-
-def test_representation_tells_each_group() -> None:
-    shown = repr(dmuon.Muon(build(), **OPTIONS))
-    assert shown.startswith("Muon (\nParameter Group 0\n    adjust_lr_fn: match_rms_adamw\n")
-    assert shown.count("Parameter Group") == 3 and "    betas: (0.9, 0.95)\n" in shown

@@ -20,7 +20,7 @@ from harness.on_ranks import assert_same_over_ranks, on_ranks, slowly
 from harness.paper import Paper, trained_by
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import DECAY, OPTIONS, batch, build, train
+from harness.toy import DECAY, OPTIONS, batch, build
 from harness.trees import linear, node
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -66,13 +66,10 @@ class HalfWeights(Weights):
 
 FAMILY: dict[str, dict[str, Any]] = {
     "muon": {},
-    "l2": {"weight_decay_mode": "l2"},
-    "cautious": {"weight_decay_mode": "cautious"},
     "hyperball": {"weight_decay_mode": "hyperball"},
     "normuon": {"second_moment": "row", "second_moment_beta": 0.9},
 }
-ANY = [(1, "muon", "owner"), *((2, member, "owner") for member in FAMILY if member != "normuon")]
-ANY += [(2, "muon", strategy) for strategy in ("replicated", "full_replication", "sharded", "functions")]
+ANY = [(2, "hyperball", "owner"), (2, "muon", "sharded"), (2, "muon", "functions")]
 LATER = [(2, "normuon", "owner"), (4, "muon", "owner")]
 
 
@@ -108,7 +105,7 @@ def in_one_process(steps: int) -> dict[str, Tensor]:
     return trained_by(Paper(), model, backward, steps)
 
 
-PLACES = ("single", "fsdp2-2", "ddp", "tp-alone", "cp-mesh", "1d", "tp")
+PLACES = ("fsdp2-2", "tp-alone", "1d")
 
 
 @pytest.mark.parametrize(
@@ -116,18 +113,16 @@ PLACES = ("single", "fsdp2-2", "ddp", "tp-alone", "cp-mesh", "1d", "tp")
     [
         *product(PLACES, ["owner"]),
         ("fsdp2-2", "fused"),
-        *slowly(("fsdp2-tp", "owner")),
+        *slowly(("cp-mesh", "owner")),
     ],
 )
 @on_ranks("layout")
 def test_masters_of_models_as_users_lay_them_out(rank: int, world: int, layout: str, strategy: str) -> None:
     """Of a dedicated model the matrices have none in the state, and no gradients here."""
     model = build().to(HALF)
-    laid = None if layout == "single" else lay(layout, model)
-    given = {**MASTERS, "strategy": strategy}
-    optimizer = dmuon.Muon(model, **OPTIONS, **given) if laid is None else laid.optimizer(**given)
+    optimizer = lay(layout, model).optimizer(**MASTERS, strategy=strategy)
     named = dict(model.named_parameters())
-    owned = dmuon.owned_parameters(model) if layout in LAYOUTS and LAYOUTS[layout].dedicated else set()
+    owned = dmuon.owned_parameters(model) if LAYOUTS[layout].dedicated else set()
     for step in range(STEPS):
         for name, grad in gradients(named.items(), step).items():
             if named[name] not in owned:
@@ -153,7 +148,6 @@ def test_masters_of_models_as_users_lay_them_out(rank: int, world: int, layout: 
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        ("experts alone, bf16", "rows on 2, bf16"),
         ("experts on 3, bf16", "copies on 2, bf16"),
         ("rows on 2, bf16", "experts on 3, bf16"),
     ],
@@ -178,7 +172,7 @@ def goes_on(rank: int, world: int, path: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "options"),  # what dmuon owns has masters
-    [("single", ROUNDED), *product(["fsdp2-2"], (MASTERS, ROUNDED)), ("1d", MASTERS)],
+    [*product(["fsdp2-2"], (MASTERS, ROUNDED)), ("1d", MASTERS)],
 )
 @on_ranks("layout")
 def test_a_restart_goes_on_with_the_same_bits(
@@ -235,35 +229,7 @@ def test_a_weight_that_somebody_changes_counts(use_muon: bool) -> None:
     assert torch.equal(optimizer.state[param]["master_weight"].nan_to_num(7), param.float().nan_to_num(7))
 
 
-def test_masters_follow_a_model_that_changes_its_route_or_dtype() -> None:
-    model = build().to(HALF)
-    optimizer = dmuon.Muon(model, **OPTIONS, **MASTERS)
-    train(model, optimizer, [0])
-    moved = optimizer.param_groups[0]["params"].pop()
-    kept = optimizer.state[moved]["master_weight"].clone()
-    optimizer.param_groups[1]["params"].append(moved)
-    optimizer.state_dict()
-    assert torch.equal(optimizer.state[moved]["master_weight"], kept)
-    train(model, optimizer, [0])
-    assert optimizer.state[moved]["exp_avg"].dtype == torch.float32
-    assert torch.equal(moved, optimizer.state[moved]["master_weight"].to(HALF))
-    model.float()
-    train(model, optimizer, [0])
-    saved = optimizer.state_dict()
-    assert not any("master_weight" in values for values in saved["state"].values())
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_edit_of_masters_of_which_there_is_state_is_refused() -> None:
-    model = build().to(HALF)
-    model.norm.float()  # which is its own master
-    optimizer = dmuon.Muon(model, **MASTERS)
-    assert "master_weight" not in optimizer.state[model.norm.weight]
-    optimizer.param_groups[1]["master_weights"] = False
-    with pytest.raises(ValueError, match="master_weights of group 1 was edited, of which there is state"):
-        optimizer.step()
 
 
 @on_ranks(2)
@@ -353,35 +319,7 @@ def test_rounding_up_or_down_has_the_right_mean(use_muon: bool) -> None:
     assert float(torch.linalg.matrix_norm(single, 2)) <= 1.2 * float(single.std()) * (40**0.5 + 24**0.5), "no pattern"
 
 
-@pytest.mark.parametrize("use_muon", [True, False])
-def test_a_tiny_rate_moves_what_the_nearest_would_not(use_muon: bool) -> None:
-    moved = {}
-    for options in ({}, ROUNDED):
-        param = nn.Parameter(torch.full((64, 64), 1.25, dtype=HALF))
-        groups = [{"params": [param], "use_muon": use_muon}]
-        optimizer = dmuon.Muon(groups, lr=1e-5, weight_decay=0.0, ns_coefficients="classic", **options)
-        for _ in range(100):
-            param.grad = torch.eye(64).add(0.01).to(HALF) if use_muon else torch.ones_like(param)
-            optimizer.step()
-        moved[len(options)] = 1.25 - param.detach().double()
-    assert not moved[0].any()
-    if use_muon:  # 0.2 · √64 · O, of which the diagonal is near one
-        assert float(moved[1].diagonal().mean()) == pytest.approx(1.6e-3, rel=0.5)
-    else:
-        assert float(moved[1].mean()) == pytest.approx(1e-3, rel=0.1)
-
-
-def test_what_is_no_number_stays_so() -> None:
-    param = nn.Parameter(torch.tensor([float("inf"), float("-inf"), float("nan"), -0.0, 3.0], dtype=HALF))
-    before = param.detach().clone()
-    optimizer = dmuon.Muon([{"params": [param], "use_muon": False}], lr=0.0, weight_decay=0.0, **ROUNDED)
-    for _ in range(50):
-        param.grad = torch.zeros_like(param)
-        optimizer.step()
-    assert torch.equal(param.nan_to_num(7.0), before.nan_to_num(7.0))
-
-
-@pytest.mark.parametrize("layout", PLACES[1:5])
+@pytest.mark.parametrize("layout", ["fsdp2-2", "ddp"])
 @on_ranks("layout")
 def test_rounding_is_the_same_on_every_topology(rank: int, world: int, layout: str) -> None:
     """AdamW's part to the bit. Updates of matrices may differ by how many are multiplied at once."""

@@ -125,8 +125,10 @@ def test_expanded_gradients_are_exact() -> None:
 
 
 @pytest.mark.pitfall("P85")
-@pytest.mark.parametrize("when", ["before", "between", "loaded"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("order", "when"),
+    [("turned", "before"), ("gapped", "between"), ("channels last", "loaded"), ("turned", "loaded")],
+)
 def test_weights_in_any_order_are_exact(order: str, when: str) -> None:
     """From the beginning, converted between two steps, or built so and loaded from a run that was not."""
     model = net()
@@ -150,9 +152,7 @@ def test_weights_in_any_order_are_exact(order: str, when: str) -> None:
 
 
 @pytest.mark.pitfall("P85")
-@pytest.mark.parametrize(
-    "convert", [lambda m: m.to(memory_format=LAST), lambda m: m.double(), lambda m: m.double().float()]
-)
+@pytest.mark.parametrize("convert", [lambda m: m.to(memory_format=LAST), lambda m: m.double()])
 def test_a_converted_model_goes_on(convert: Callable[[nn.Module], nn.Module]) -> None:
     model = net()
     optimizer = dmuon.Muon(model, **OPTIONS)
@@ -163,7 +163,7 @@ def test_a_converted_model_goes_on(convert: Callable[[nn.Module], nn.Module]) ->
 
 
 @pytest.mark.pitfall("P85")
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["gapped", "channels last"])
 @on_ranks(2)
 def test_gradients_in_any_order_are_exact_wherever_weights_lie(rank: int, world: int, order: str) -> None:
     for how in ("alone", "ddp", "dedicated", "fsdp")[: 2 if order == "channels last" else 4]:  # which FSDP2 forgets
@@ -236,7 +236,7 @@ def adamw_of(model: Net, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW([model.filter.weight], lr=OPTIONS["lr"], betas=(0.9, 0.95), **options)
 
 
-@pytest.mark.parametrize("order", ["", *ORDERS])
+@pytest.mark.parametrize("order", ["", "gapped"])
 def test_complex_weights_are_those_of_torch(order: str) -> None:
     """State goes from torch's AdamW into dmuon's and back."""
     runs = []
@@ -265,16 +265,3 @@ def test_muon_takes_no_complex_weight() -> None:
     for params in (model, [model.head.weight, model.filter.weight]):
         groups = dmuon.Muon(params, **OPTIONS).param_groups
         assert any(p is model.filter.weight for group in groups if not group["use_muon"] for p in group["params"])
-
-
-@pytest.mark.parametrize("how", ["ddp", "dedicated", "fsdp"])
-@on_ranks(2)
-def test_complex_weights_of_several_ranks_are_those_of_one(rank: int, world: int, how: str) -> None:
-    one, model = net(spectral=True), net(spectral=True)
-    train(one, dmuon.Muon(one, **OPTIONS), range(3))
-    whole = laid(how, model, world)
-    optimizer = dmuon.Muon(whole, **OPTIONS)
-    for step in range(3):
-        train(whole, optimizer, range(step, step + 1), rank=rank, world=world)
-        optimizer.load_state_dict(optimizer.state_dict())
-    assert_equal_weights(reals(full_state(model)), reals(one.state_dict()), 2e-6)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 import torch.nn as nn
-from harness.assertions import about, assert_equal_weights
+from harness.assertions import assert_equal_weights
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
-from harness.small_models import CASES, batch, build, computed_by_hand, loss_of
+from harness.small_models import batch, build, computed_by_hand, loss_of
 from harness.toy import OPTIONS, take_steps
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,13 +22,6 @@ STEPS = 3
 def train(model: nn.Module, optimizer: dmuon.Muon | Reference, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
     take_steps(optimizer, lambda step: loss_of(model, batch(step).chunk(world)[rank]), range(STEPS))
     return full_state(model)
-
-
-@cache
-def expected(name: str) -> dict[str, Tensor]:
-    model = build(name)
-    matrices = {f"{n}.weight" for n in CASES[name].hidden}
-    return train(model, Reference(model, matrix=matrices.__contains__))
 
 
 @on_ranks(2)
@@ -66,35 +57,3 @@ def test_a_weight_that_another_forward_uses_is_refused_until_its_block_is_named(
     dmuon.dedicate_params(model, mesh, costs="flops", blocks=[model])
     found = train(model, dmuon.Muon(model, **OPTIONS), rank, world)
     assert_equal_weights(found, train(reference, Reference(reference, matrix=lambda n: n == "fc2.weight")))
-
-
-def compile_whole(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="eager")  # type: ignore[return-value]
-
-
-def compile_layers(model: nn.Module) -> nn.Module:
-    for name, child in list(model.named_children()):
-        setattr(model, name, torch.compile(child, backend="eager"))
-    return model
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_compiled_models_and_layers_are_dedicated_as_others(rank: int, world: int) -> None:
-    """Or a model is compiled when it has been dedicated, and the optimizer is given that form of it."""
-    mesh = init_device_mesh("cpu", (world,))
-    for name, wrap, before in (
-        ("layers that are attributes", compile_layers, True),
-        ("tied layers", compile_whole, True),
-        ("layers that are attributes", compile_whole, False),
-    ):
-        model = wrap(build(name)) if before else build(name)
-        dmuon.dedicate_params(model, mesh, costs="flops")
-        model = model if before else wrap(model)
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        train(model, optimizer, rank, world)
-        with torch.no_grad():
-            model(batch(0))
-        found = {key.replace("_orig_mod.", ""): tensor for key, tensor in full_state(model).items()}
-        with about((name, wrap.__name__, before)):
-            assert_equal_weights(found, expected(name))

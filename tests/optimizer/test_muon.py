@@ -160,47 +160,22 @@ def expanded(use_muon: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("params", "options", "error", "message"),
     [
-        (build, {"ns_coefficients": "fancy"}, ValueError, "fancy"),
         (build, {"ns_dtype": torch.bfloat16, "ns_coefficients": "squares"}, ValueError, "not safe in torch.bfloat16"),
-        (build, {"adjust_lr_fn": "wide"}, ValueError, "wide"),
-        (build, {"adamw_betas": (0.9, 1.0)}, ValueError, r"betas\[1\]"),
         (lambda: [{"params": matrices()}], {}, ValueError, "use_muon"),
-        (lambda: [{"params": matrices(), "use_muon": 1}], {}, ValueError, "use_muon"),
         (lambda: [{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}], {}, ValueError, "1 dim"),
-        (lambda: [{"params": [nn.Parameter(torch.ones(2, 3, 4, 5))], "use_muon": True}], {}, ValueError, "4 dim"),
-        (lambda: [{"params": matrices(), "use_muon": True, "beta": 0.9}], {}, ValueError, "'beta'"),
-        (lambda: [{"params": matrices(), "use_muon": True, "betas": (0.9, 0.9)}], {}, ValueError, "'betas'"),
-        (lambda: [{"params": matrices(), "use_muon": False, "momentum": 0.9}], {}, ValueError, "'momentum'"),
-        (lambda: [{"params": matrices(), "use_muon": False, "strategy": "sharded"}], {}, ValueError, "'strategy'"),
-        (lambda: [], {}, ValueError, "empty"),
-        (lambda: set(matrices()), {}, TypeError, "set"),
-        (lambda: matrices()[0], {}, TypeError, "one tensor"),
         (lambda: [*matrices(), {"params": matrices(), "use_muon": True}], {}, TypeError, "mixes"),
-        (build, {"second_moment": "column"}, ValueError, r"be 'row' \(NorMuon\), 'element' \(AdaMuon\) or None, got"),
-        (build, {"second_moment": "row", "second_moment_beta": 1.0}, ValueError, r"_beta must be in \[0, 1\), got 1.0"),
-        (build, {"second_moment_beta": 0.9}, ValueError, "is for second_moment='row' or 'element': say which"),
         (build, {"weight_decay_mode": "hyperball", "adjust_lr_fn": "spectral"}, ValueError, "='spectral' with weight"),
         (build, {"momentum_dtype": torch.float16}, ValueError, r"momentum_dtype must be torch\.bfloat16 or None"),
-        (build, {"momentum_device": "cuda"}, ValueError, r"momentum_device must be 'cpu' or None .*, got 'cuda'"),
-        (build, {"orthogonalize": "svd"}, TypeError, "orthogonalize must be a function or None, got 'svd'"),
-        (build, {"master_weights": "fp32"}, TypeError, "master_weights must be True, False or 'cpu', got 'fp32'"),
         *((build, {name: True}, ValueError, r"=True, and no parameter is .*'blocks.0.* out$") for name in WIDER),
         (half, {WIDER[1]: True, **SPHERE}, ValueError, r"would let their norm grow\. Keep .* master_weights=True"),
         (half, dict.fromkeys(WIDER, True), ValueError, "for weights without masters: leave it or master_weights out"),
-        (lambda: build().half(), {WIDER[1]: True}, ValueError, "for parameter '.*, which is torch.float16: leave"),
         (half, SPHERE, ValueError, r"torch\.bfloat16: rounding would let their norm grow\. Keep"),
         *((matrices, {name: list}, ValueError, rf"{name} needs the model: call Muon\(model") for name in BY_NAME),
         *((lambda use=use: expanded(use), {}, ValueError, r"shape \(8, 8\) is expanded.*clone\(\)") for use in (0, 1)),
         (build, {"lr_multipliers": {"blocks.*": 2.0, "blocks.0.*": 3.0}}, ValueError, "'blocks.0.[*]' is the first to"),
-        (build, {"lr_multipliers": {"*": -1.0}}, ValueError, "lr_multiplier must be finite and >= 0"),
-        (build, {"lr_multipliers": 2.0}, TypeError, "lr_multipliers must map patterns of names to factors, got float"),
         (groups, {"lr_multipliers": {"*": 2.0}}, ValueError, "write lr_multiplier=… into your groups"),
         (lambda: [*build().parameters()], {"lr_multipliers": {"*.up.*": 2.0}}, ValueError, "fit no parameter's name"),
-        (matrices, {"strategy": "shared"}, ValueError, "'shared' is unknown; use one of owner, .*, fused, auto"),
-        (matrices, {"strategy": {"*": "owners"}}, ValueError, "strategy='owners' is unknown"),
         *((matrices, {"strategy": f"sharded:{n}"}, ValueError, "use .*'sharded:2'") for n in (1, -2, "two")),
-        (matrices, {"strategy": None}, TypeError, "strategy must be a name, or a mapping of patterns"),
-        (matrices, {"strategy": {0: "owner"}}, TypeError, "strategy must be a name, or a mapping of patterns"),
         (build, {"strategy": {"*.up.*": "owner", "block.0.*": "owner"}}, ValueError, rf"'block\.0\.[*]' {FITS_NONE}"),
         (named, {"strategy": {"*.upp.*": "owner"}}, ValueError, rf"'[*]\.upp\.[*]' {FITS_NONE}"),
         (groups, {"strategy": {"*.up.*": "owner"}}, ValueError, rf"'[*]\.up\.[*]' {FITS_NONE}"),
@@ -214,13 +189,9 @@ def test_unusable_options_and_parameters_are_refused(
 
 
 NONSENSE = [
-    (0, "lr", -5.0), (0, "lr", math.inf), (0, "lr", math.nan), (0, "lr", 10**400), (0, "lr", torch.tensor(-1.0)),
-    (0, "lr", torch.tensor([1.0, 2.0])), (0, "lr", "fast"), (0, "lr", True), (1, "lr", math.inf), (1, "lr", -1e-9),
-    (0, "weight_decay", math.inf), (2, "weight_decay", math.nan), (0, "eps", math.inf), (1, "eps", -1.0),
-    (0, "momentum", 1.0), (0, "momentum", math.nan), (1, "betas", (0.9, math.nan)), (1, "betas", (0.9,)),
-    (0, "ns_steps", 10**9), (0, "ns_steps", 21), (0, "ns_steps", 0), (0, "nesterov", 1), (1, "maximize", True),
-    (1, "amsgrad", True), (0, "adjust_lr_fn", lambda shape: math.nan), (0, "weight_decay_mode", "wild"),
-    (1, "weight_decay", -0.1), (0, "ns_dtype", "mixed"), (0, "ns_dtype", torch.int32),
+    (0, "lr", math.nan), (0, "lr", torch.tensor([1.0, 2.0])), (0, "lr", True), (1, "lr", math.inf),
+    (2, "weight_decay", math.nan), (0, "momentum", 1.0), (1, "betas", (0.9,)), (1, "amsgrad", True),
+    (0, "adjust_lr_fn", lambda shape: math.nan), (0, "weight_decay_mode", "wild"), (0, "ns_steps", 21),
 ]  # fmt: skip
 IDS = [f"{name}={str(value)[:12]} of group {group}" for group, name, value in NONSENSE]
 
@@ -256,8 +227,7 @@ def test_nonsense_is_refused_however_it_comes_and_changes_nothing(group: int, na
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("mu", "momentum="), ("algorithm", "use_muon="), ("num_heads", "MatrixSpec"), ("flatten", "flattened=True"),
-        ("cautious_wd", "weight_decay_mode="), ("beta1", "betas="), ("num_ns_steps", "ns_steps="), ("epsilon", "eps="),
+        ("mu", "momentum="), ("num_heads", "MatrixSpec"), ("beta1", "betas="),
     ],
 )  # fmt: skip
 def test_a_key_of_another_library_is_refused_however_it_comes(name: str, instead: str) -> None:
@@ -280,14 +250,6 @@ def test_a_key_of_another_library_is_refused_however_it_comes(name: str, instead
     del optimizer.param_groups[0][name]
     optimizer.step()
     assert own.items() <= optimizer.param_groups[0].items()
-
-
-def test_an_option_that_went_missing_is_named() -> None:
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    del optimizer.param_groups[0]["ns_steps"]
-    with pytest.raises(ValueError, match="group 0 of the optimizer was edited: option 'ns_steps' is missing"):
-        train(model, optimizer, range(1))
 
 
 @pytest.mark.parametrize("lr", [numpy.float32(2e-3), numpy.float64(2e-3), torch.tensor(2e-3, dtype=torch.float64)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple
 from typing import Any
 
@@ -84,7 +83,7 @@ def test_one_process_records_each_part() -> None:
     assert_alike(record.gather(), oracle(before, full_state(model)))
 
 
-@pytest.mark.parametrize("way", ["early", "sharded", *slowly("stacks-apart")])
+@pytest.mark.parametrize("way", ["early", "sharded"])
 @on_ranks(2)
 def test_every_rank_gathers_what_one_process_would_see(rank: int, world: int, way: str) -> None:
     model, mesh = fused_model(), init_device_mesh("cpu", (world,))
@@ -95,8 +94,6 @@ def test_every_rank_gathers_what_one_process_would_see(rank: int, world: int, wa
     else:
         fully_shard(model, mesh=mesh)
         options |= {"select": SPEC, "distributed_config": dmuon.create_dtensor_config(costs="flops")}
-        if way == "stacks-apart":
-            options["distributed_config"] = dmuon.create_dtensor_config(False, 0, costs="flops", chunk_bytes=500)
     optimizer = dmuon.Muon(model, **options)
     for step in range(3):
         optimizer.zero_grad()
@@ -154,13 +151,3 @@ def test_only_the_step_that_was_asked_for_and_what_it_updated() -> None:
     model.blocks[0].mix.weight.grad = torch.zeros(13, 13)
     optimizer.step()
     assert again.local().keys() == {"blocks.0.mix.weight"}, "the only one with a gradient"
-
-
-def test_a_step_that_fails_leaves_its_record_empty() -> None:
-    model = build()
-    optimizer = dmuon.Muon(model, adjust_lr_fn=lambda shape: 1.0 if len({*shape}) == 1 else math.nan, **OPTIONS)
-    record = optimizer.record_next_step()
-    with pytest.raises(ValueError, match="adjust_lr_fn"):
-        train(model, optimizer, range(1))
-    with pytest.raises(RuntimeError, match="not taken or failed"):
-        record.gather()

@@ -19,26 +19,14 @@ import dmuon
 CYCLE = {"base_lr": 1e-3, "max_lr": 4e-3, "step_size_up": 3}
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0 / (1 + step)),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
     "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=2, gamma=0.5),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3], gamma=0.5),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, factor=0.5, total_iters=3),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, start_factor=0.25, total_iters=4),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, gamma=0.8),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=5, power=2.0),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.ExponentialLR(o, 0.8)], milestones=[2]
     ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.ExponentialLR(o, 0.8)]
-    ),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=4e-3, total_steps=8),
-    "OneCycleLR in three phases": lambda o: lr_scheduler.OneCycleLR(o, max_lr=4e-3, total_steps=8, three_phase=True),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, **CYCLE),
-    "CyclicLR triangular2": lambda o: lr_scheduler.CyclicLR(o, mode="triangular2", **CYCLE),
     "CyclicLR without momentum": lambda o: lr_scheduler.CyclicLR(o, cycle_momentum=False, **CYCLE),
     "SWALR": lambda o: SWALR(o, swa_lr=1e-4, anneal_epochs=3),
 }

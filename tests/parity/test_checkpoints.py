@@ -147,13 +147,10 @@ ROUND = [
 QUICK = [
     (SINGLE, "1d"),
     ("fsdp2-3", "1d"),
-    ("fsdp2-2", "fsdp2-3"),
-    ("1d", "hsdp, keep"),
     ("tp", "ddp-2"),
     ("1d", "fsdp2-3"),
     ("1d, bf16", "fsdp2-3, bf16"),
     ("experts on 3", "rows on 2"),
-    ("rows on 2, functions", "copies on 2"),
     ("experts on 3, bf16", "experts on 3, bf16"),  # ranks without any expert know that momentum is fp32
     ("single, both", "hsdp, both"),
 ]
@@ -219,7 +216,7 @@ def layouts(quick: list[str], slow: list[str]) -> Any:
 
 
 @pytest.mark.pitfall("P27", "P33")
-@layouts(["1d", "tp", "fsdp2-3"], [SINGLE, "ddp", "hsdp, keep", "tp-fsdp", "fsdp2-tp"])
+@layouts(["1d", "fsdp2-3"], [SINGLE, "ddp", "hsdp, keep", "tp-fsdp", "fsdp2-tp"])
 def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
     saved: Callable[[str], Saved], tmp_path: Path, world: int, name: str
 ) -> None:
@@ -269,7 +266,7 @@ def test_full_state_dicts_load(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.pitfall("P27")
-@layouts(["fsdp2-tp"], ["fsdp2-3", "ddp"])
+@layouts(["fsdp2-3"], ["fsdp2-tp"])
 @on_ranks()
 def test_momentum_lies_as_its_parameter(rank: int, world: int, name: str) -> None:
     """Where others shard; also before the first step."""
@@ -319,13 +316,13 @@ def test_async_save_holds_the_moment_of_the_call(rank: int, world: int, name: st
 # -- groups in another order ------------------------------------------------------------------------------------------
 
 
-def resume_reordered(rank: int, _world: int, path: str, name: str, flat: bool) -> dict[str, Tensor]:
+def resume_reordered(rank: int, _world: int, path: str, name: str) -> dict[str, Tensor]:
     run = start(name, seed=50 + rank)
     groups: list[dict[str, Any]] = dmuon.param_groups(run.model)
-    groups = [{**g, "params": g["params"][::-1]} for g in (groups[::-1] if flat else groups)]
+    groups = [{**g, "params": g["params"][::-1]} for g in groups[::-1]]
     run.optimizer = dmuon.Muon(groups, **{**OPTIONS, "lr": 1.0}, distributed_config=run.config)
     run.train(range(1))
-    load(run, path, flat)
+    load(run, path, flat=True)
     assert {g["lr"] for g in run.optimizer.param_groups} == {LR}
     assert all(m.dtype == torch.float32 for m in run.momenta().values())
     run.train(range(SAVED, TOTAL))
@@ -333,13 +330,10 @@ def resume_reordered(rank: int, _world: int, path: str, name: str, flat: bool) -
 
 
 @pytest.mark.pitfall("P31")
-@pytest.mark.parametrize(("source", "target", "flat"), [("1d", "1d-3", True), ("fsdp2-2", "fsdp2-3", False)])
-def test_state_follows_names_when_groups_are_reordered(
-    ranks: RankPool, tmp_path: Path, source: str, target: str, flat: bool
-) -> None:
+def test_state_follows_names_when_groups_are_reordered(ranks: RankPool, tmp_path: Path) -> None:
     """DCP keys groups by position unless ``flatten_optimizer_state_dict`` is set; state by name always."""
-    ranks(world_of(source), save_after_steps, str(tmp_path), source, flat)
-    for weights in ranks(world_of(target), resume_reordered, str(tmp_path), target, flat):
+    ranks(2, save_after_steps, str(tmp_path), "1d", True)
+    for weights in ranks(3, resume_reordered, str(tmp_path), "1d-3"):
         assert_equal_weights(weights, reference_weights(TOTAL))
 
 
@@ -347,7 +341,7 @@ def test_state_follows_names_when_groups_are_reordered(
 
 GATHERED = r"(exp_avg|exp_avg_sq|momentum) of '.*' .*is a DTensor over ranks 0 .*pass its full_tensor\(\)"
 PAIRS = {
-    2: [(SINGLE, "fsdp2-2"), ("fsdp2-2", "ddp"), ("ddp", "tp-alone"), ("tp-alone", "1d-two-lines"), ("1d", SINGLE)],
+    2: [("fsdp2-2", "tp-alone"), ("ddp", "1d-two-lines"), ("1d", SINGLE)],
     4: [("fsdp2-hsdp", "fsdp2-tp"), ("tp-fsdp", "hsdp")],
 }
 

@@ -78,9 +78,7 @@ def counted(
     ("layout", "together", "prefetch", "chunk_bytes"),
     [
         ("fsdp2-2", True, 0, 2**28),
-        ("fsdp2-2", False, 3, 2**14),
         ("fsdp2-hsdp", True, 2, 2**14),
-        ("tp-alone", True, 1, 2**14),
         *slowly(("fsdp2-4", False, 0, 2**14), ("fsdp2-hsdp", True, 1, 2**28), ("fsdp2-tp", True, 1, 2**16)),
     ],
 )
@@ -94,10 +92,8 @@ def test_exchanges_equal_the_formula(
 @pytest.mark.parametrize(
     ("layout", "strategy", "dtype"),
     [
-        ("fsdp2-2", "replicated", None),
         ("fsdp2-2", "sharded", torch.float16),
         ("fsdp2-2", "full_replication", torch.float16),
-        ("tp-alone", "sharded", None),
         ("fsdp2-3", "sharded:2", None),
         ("replicate-fsdp", "replicated", None),
         *slowly(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import stat
 import sys
@@ -73,8 +72,8 @@ def play(mark: str, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(mark).parent))
 
 
-def solve(options: SolveOptions = OPTIONS) -> Plan:
-    return plan(make_matrices([1, 2]), 2, linear_costs(10, 7), options)
+def solve() -> Plan:
+    return plan(make_matrices([1, 2]), 2, linear_costs(10, 7), OPTIONS)
 
 
 @pytest.mark.pitfall("P51", "P71")
@@ -92,28 +91,6 @@ def test_whatever_a_solver_does_the_heuristic_plan_comes_in_time_with_a_warning(
     while running(mark) and time.monotonic() - begin < LIMIT + SPARE:
         time.sleep(0.02)  # the kernel ends what was killed
     assert not running(mark), "nothing that it has started is left"
-
-
-@pytest.mark.slow
-@pytest.mark.pitfall("P71")
-@pytest.mark.timeout(60)
-def test_a_solver_ends_with_the_process_that_plans(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    play(mark, ACTS["makes children"], monkeypatch)
-    planner = os.fork()
-    if not planner:
-        solve(SolveOptions(gap_target=0.0, time_limit_s=1000))
-        os._exit(0)
-    deadline = time.monotonic() + SPARE
-    while len(running(mark)) < 8 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(running(mark)) >= 8
-    os.kill(planner, signal.SIGKILL)
-    os.waitpid(planner, 0)
-    while running(mark) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not running(mark)
-    for folder in Path(tempfile.gettempdir()).iterdir():  # of which nobody was left who could
-        shutil.rmtree(folder)
 
 
 @pytest.mark.usefixtures("mark", "lpt_alone")
@@ -136,13 +113,3 @@ def test_an_answer_that_does_not_hold_is_not_believed(
     with pytest.warns(UserWarning, match="the MILP failed: its answer does not hold"):
         result = solve()
     assert (result.bound_ns, result.makespan_ns) == (12, 14)
-
-
-def test_a_missing_solver_is_said(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(mark).parent))
-    (Path(mark).parent / "pulp" / "__init__.py").write_text("raise ImportError('half of it is missing')")
-    with pytest.warns(UserWarning, match="the MILP failed: ImportError: half of it is missing"):
-        assert solve().makespan_ns == 14
-    monkeypatch.setitem(sys.modules, "pulp", None)
-    with pytest.warns(UserWarning, match="PuLP cannot be imported; install pulp>=3.3,<4"):
-        assert solve().makespan_ns == 14

@@ -162,8 +162,11 @@ def test_all_ranks_build_their_kernels_before_any_measures(measurements, monkeyp
 
 @pytest.mark.pitfall("P50")
 @pytest.mark.parametrize("other", [{"device": "Another device"}, {"threads": 2}], ids=str)
-def test_another_devices_costs_are_not_used(measurements, keep, other):
+def test_another_devices_costs_are_not_used(measurements, monkeypatch, keep, tmp_path, other):
+    """Neither of the user's nor shipped."""
     keep(ALL, **other)
+    shipped = keep(ALL, tmp_path / "shipped.json", **other)
+    monkeypatch.setattr(costs, "shipped_profiles", lambda: [shipped])
     assert alone()[0].costs[16, 16][1] == 16_000
     assert len(measurements) == 6
 

@@ -126,21 +126,6 @@ def test_a_training_program_loads_no_tools() -> None:
     assert len(seen) > 50 and not [module for module in seen if module.startswith("dmuon.tools")]
 
 
-def test_no_module_imports_itself_by_a_detour() -> None:
-    graph = edges()
-    reached: dict[str, set[str]] = {}
-    for name in graph:
-        seen, waiting = set(), list(graph[name])
-        while waiting:
-            module = waiting.pop()
-            if module not in seen:
-                seen.add(module)
-                waiting += graph.get(module, ())
-        reached[name] = seen
-    circles = sorted(name for name, seen in reached.items() if name in seen and name != "dmuon")
-    assert not circles, f"these import each other in a circle: {circles}"
-
-
 def test_imports_stand_at_the_top() -> None:
     """Elsewhere only optional packages are imported, and modules that need one; nothing for type checkers alone.
 

@@ -225,11 +225,6 @@ def test_links_lead_somewhere() -> None:
     assert not wrong
 
 
-def test_the_readme_is_short() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 120 and max(map(len, lines)) <= 110
-
-
 # -- what pages say of the code ------------------------------------------------------------------------------------
 
 

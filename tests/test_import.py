@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from harness.limits import PROGRAM_SECONDS
-
-import dmuon
 
 IMPORT = """
     {before}
@@ -108,19 +104,6 @@ def assert_silent(ended: list[object]) -> None:
 def test_import_has_no_side_effects(ended: dict[str, list[object]]) -> None:
     """It prints nothing either."""
     assert_silent(ended["import"])
-
-
-def test_type_checkers_see_where_public_names_are_loaded_from() -> None:
-    tree = ast.parse(Path(dmuon.__file__).read_text())
-    typed = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {
-        alias.name: node.module.removeprefix("dmuon").removeprefix(".") or alias.name
-        for node in typed.body
-        if isinstance(node, ast.ImportFrom) and node.module is not None
-        for alias in node.names
-    }
-    homes = dict(vars(dmuon)["_HOMES"])
-    assert seen == homes | {name: name for name in ("kernels", "solver")} and sorted(seen) == dmuon.__all__
 
 
 @pytest.mark.pitfall("P51", "P47")

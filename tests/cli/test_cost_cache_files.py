@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dmuon.kernels import user_cache_directory
 from dmuon.planning.cost_cache import CostCache, CostCacheError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,21 +122,12 @@ def broken(path: str, value: object) -> bytes:
     ("data", "message"),
     [
         (broken("schema", 99), "field 'schema' is 99, this version reads 3"),
-        (broken("schema", ...), "field 'schema' is None"),
         (broken("extra", 1), "field 'extra' is unknown"),
         (broken("key/device", ...), "field 'key': field 'device' is missing"),
-        (broken("key/sm_count", -1), "field 'key': sm_count is -1"),
-        (broken("key/compilers", 3), "field 'key.compilers' is 3, not a string"),
-        (broken("entries/64x256", []), "field 'entries.64x256' is no object"),
         (broken("entries/256x64", {}), "shape '256x64' must be small side x large side"),
-        (broken("entries/0x64", {}), "field 'entries': '0x64' is not like '1024x4096'"),
-        (broken("entries/64x256/0", {}), "field 'entries.64x256': '0' is not like a positive integer"),
-        (broken(T, 5), "field 'entries.64x256.1' is no object"),
         (broken(f"{T}/median_ns", -100), "field 'entries.64x256.1': median_ns -100"),
-        (broken(f"{T}/median_ns", 0), "median_ns 0, "),
         (broken(f"{T}/median_ns", float("nan")), "median_ns' is nan, not an integer"),
         (broken(f"{T}/median_ns", 98), "p10 99, median 98, p90 103 not in order"),
-        (b'{"schema": 1, "schema": 1}', "field 'schema' appears twice"),
         (b"[" * 100_000, "corrupt or truncated JSON"),
     ],
 )
@@ -182,13 +172,6 @@ def test_concurrent_writers_and_readers_never_see_half_a_file(tmp_path: Path) ->
     assert reads > 0 and [p.name for p in folder.iterdir()] == ["all.json"]
     written = {f"{w + 1}x{64 + i}" for w in range(writers) for i in range(rounds)}
     assert set() < set(json.loads((folder / "all.json").read_bytes())["entries"]) <= written
-
-
-def test_the_users_cache_follows_the_xdg_convention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for home, folder in ((str(tmp_path / "xdg"), tmp_path / "xdg"), ("relative", tmp_path / "home" / ".cache")):
-        monkeypatch.setenv("XDG_CACHE_HOME", home)
-        assert user_cache_directory() == folder / "dmuon"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "profiles").glob("*.json")), ids=lambda path: path.name)

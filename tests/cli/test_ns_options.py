@@ -54,8 +54,3 @@ def test_a_cache_of_another_run_is_read_by_whoever_says_so(rank: int, world: int
     refused = raised_by(lambda: dmuon.Muon(sharded, distributed_config=config))
     assert refused.matches(ValueError, "key field 'dtype' is 'bfloat16'"), refused
     train(sharded, dmuon.Muon(sharded, distributed_config=config, **RUN), range(1), rank, world)
-
-
-def test_without_a_word_the_defaults_are_what_they_were() -> None:
-    [group] = [group for group in dmuon.Muon(build()).param_groups if group["use_muon"]]
-    assert (group["ns_coefficients"], group["ns_steps"], group["ns_dtype"]) == ("polar_express", 5, None)

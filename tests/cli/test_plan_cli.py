@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,6 @@ import pytest
 from harness.commands import command
 from harness.configs import LLAMA_8B, written
 
-import dmuon
 from dmuon import OwnerPlan
 
 main = command("dmuon-plan")
@@ -67,24 +65,6 @@ def test_lines_to_paste_have_the_models_own_blocks(
     assert [line.split()[-1].rstrip(":") for line in done.out.splitlines() if "for block in" in line] == loops
 
 
-@pytest.mark.parametrize("name", ["dmuon-plan", "dmuon-profile", "dmuon-check"])
-def test_every_command_has_a_version_and_a_narrow_help(
-    name: str, ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    done = ended(command(name), "--version")
-    assert (done.status, done.out) == (0, f"{name} {dmuon.__version__}\n")
-    done = ended(command(name), "--help")
-    assert done.status == 0 and max(map(len, done.out.splitlines())) <= 100 and "``" not in done.out
-
-
-def test_a_recommendation_has_a_legend_and_is_no_wider_than_100_columns(plan: Callable[..., Any]) -> None:
-    done = plan("--world", 16, "--tp", 2, "--recommend", "--verbose")
-    assert done.status == 0
-    assert not [line for line in done.out.splitlines() if len(line) > 100]
-    assert all(re.search(rf"^(.* )?{word}:", done.out, re.M) for word in ("no reshard", "GiB", "exposed", "NS"))
-
-
 def test_writes_the_plan_that_it_reports_and_leaves_nothing_else(plan: Callable[..., Any], tmp_path: Path) -> None:
     target = tmp_path / "plans" / "plan.json"
     target.parent.mkdir()
@@ -109,31 +89,6 @@ def test_the_grid_reaches_the_plan(plan: Callable[..., Any], tmp_path: Path) -> 
     assert OwnerPlan.load(target).solution.makespan_ns < slow.makespan_ns
 
 
-def test_costs_of_a_cache_are_measured_and_need_a_device_for_a_prediction(
-    plan: Callable[..., Any], tmp_path: Path
-) -> None:
-    key: dict[str, object] = dict.fromkeys(("driver", "cuda", "torch", "kernels", "compilers"), "")
-    key |= {
-        "device": "a device",
-        "sm_count": 0,
-        "dtype": "float32",
-        "coefficients": "polar_express",
-        "steps": 5,
-        "threads": 1,
-    }
-    timings = {k: {"median_ns": 1000 * k, "p10_ns": 900 * k, "p90_ns": 1100 * k, "n": 9} for k in (1, 2)}
-    cache = tmp_path / "cache.json"
-    entries = dict.fromkeys(("512x512", "128x512", "512x1536"), timings)
-    cache.write_text(json.dumps({"schema": 3, "key": key, "entries": entries}))
-    done = plan("--world", 4, "--costs", cache)
-    assert done.status == 0
-    said = " ".join(done.out.split())
-    assert f"costs: measured on a device, cost cache {cache}" in said and "costs     measured" in done.out
-    assert "no step time is predicted: the costs are another device's" in said
-    done = plan("--world", 4, "--costs", cache, "--device", "h100")
-    assert done.status == 0 and "one step on 4 × H100" in done.out
-
-
 def test_figures_of_the_preset_change_the_prediction(plan: Callable[..., Any], preset: Callable[..., None]) -> None:
     def step(*args: object) -> float:
         done = plan("--world", 4, "--nodes", 2, *args)
@@ -142,21 +97,13 @@ def test_figures_of_the_preset_change_the_prediction(plan: Callable[..., Any], p
 
     shipped = step()
     assert step("--tokens", 32768) > shipped
-    for part, figure, slow in (
-        ("device", "peak_flops", 1e14),
-        ("device", "launch_s", 1e-3),
-        ("inter", "bandwidth", 1e9),
-        ("inter", "latency_s", 1e-3),
-    ):
-        preset(**{part: {figure: slow}})
-        assert step() > shipped, (part, figure)
+    preset(device={"peak_flops": 1e14})
+    assert step() > shipped
     preset(inter={"bandwidth": 1e12})
     assert step() < shipped
 
 
-@pytest.mark.parametrize(
-    "device", ["h200", pytest.param("h100", marks=pytest.mark.slow), "a800", "a100", "b200", "gb300"]
-)
+@pytest.mark.parametrize("device", ["a800", "gb300"])
 def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
     done = plan("--world", 32, "--nodes", 4, "--device", device)
     assert done.status == 0 and device.upper() in done.out
@@ -166,15 +113,8 @@ def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
     ("args", "says"),
     [
         (["--world", "0"], "--world: '0' is no positive integer"),
-        ([], "--world"),
-        (["--world", "2", "--time-limit", "0"], "--time-limit: was removed; leave it out; plans for a run take it"),
         (["--world", "6", "--nodes", "4"], "--nodes 4 does not divide --world 6"),
-        (["--world", "8", "--replicate", "3"], "replicate=3 × tp=1 does not divide world=8"),
         (["--world", "8", "--tp", "3"], "tp=3 does not divide world=8"),
-        (["--world", "2", "--recompute"], "--recompute: was removed; leave it out; it makes all steps longer alike"),
-        (["--world", "2", "--set", "intra_bandwidth=3"], "--set: was removed; write --device with the preset that is"),
-        (["--world", "2", "--device", "h300"], "--device"),
-        (["--world", "2", "--tokens", "1000", "--sequence", "4096"], "sequence"),
         (["--world", "2", "--pp", "2"], "--pp: was removed; plan one stage: a config.json of its layers"),
         (["--world", "2", "--costs", "/no/such/cache.json"], "/no/such/cache.json"),
     ],

@@ -70,19 +70,7 @@ def test_forward_and_backward_by_hand(
     assert ("expert parallelism is not predicted" in done.out) == (config is MOE)
 
 
-def test_a_step_without_links_memory_or_launches_is_its_computation(
-    plan: Callable[..., Any], preset: Callable[..., None]
-) -> None:
-    preset(intra=FREE, inter=FREE, device={"memory_bandwidth": 1e30})
-    done = plan(LLAMA_8B | {"num_hidden_layers": 2}, "--world", 16, "--replicate", 2)
-    found = {program: times(done, program) for program in PROGRAMS}
-    assert all(abs(found[program][3]) < 0.011 for program in PROGRAMS if program != EXCHANGED), found
-    assert abs(found[EXCHANGED][3]) < 0.5, "an all-to-all starts one message after the other, links or not"
-    assert len({computes for _, computes, _, _ in found.values()}) == 1
-    assert found[GATHER][2] > 8 * found[DEDICATED][2] > found[ADAMW][2] == 0
-
-
-@pytest.mark.parametrize(("world", "replicate"), [(8, 1), (256, 1), (256, 32)])
+@pytest.mark.parametrize(("world", "replicate"), [(256, 32)])
 def test_llama_8b_within_brackets(plan: Callable[..., Any], world: int, replicate: int) -> None:
     done = plan(LLAMA_8B, "--world", world, "--replicate", replicate, "--tokens", 8192)
     found = {program: times(done, program) for program in PROGRAMS}
@@ -98,12 +86,8 @@ def test_llama_8b_within_brackets(plan: Callable[..., Any], world: int, replicat
     ("config", "arguments", "says"),
     [
         (SMALL_LLAMA, ["--tokens", 7, "--sequence", 3], "tokens=7 must be a multiple of sequence=3"),
-        *((SMALL_LLAMA | {"vocab_size": bad}, [], "field 'vocab_size' is") for bad in (0, "many")),
-        (SMALL_LLAMA | {"tie_word_embeddings": 1}, [], "field 'tie_word_embeddings' is"),
-        *(
-            pytest.param(MOE | {"num_experts_per_tok": bad}, [], "num_experts_per_tok", marks=BY_TRANSFORMERS)
-            for bad in (None, 0, 9, True)
-        ),
+        (SMALL_LLAMA | {"vocab_size": "many"}, [], "field 'vocab_size' is"),
+        pytest.param(MOE | {"num_experts_per_tok": 9}, [], "num_experts_per_tok", marks=BY_TRANSFORMERS),
     ],
 )
 def test_what_nothing_can_be_predicted_from_is_named(
@@ -182,7 +166,7 @@ class Mesh:
         return self
 
 
-@pytest.mark.parametrize(("tp", "memory"), [(1, 141e9), (2, 141e9), (8, 141e9), (1, 1e10)])
+@pytest.mark.parametrize(("tp", "memory"), [(2, 141e9), (1, 1e10)])
 def test_the_line_runs_and_its_mesh_has_all_ranks(
     recommended: Callable[..., Any], preset: Callable[..., None], tp: int, memory: float
 ) -> None:

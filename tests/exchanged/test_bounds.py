@@ -99,11 +99,6 @@ def test_small_matrices_share_rounds_up_to_a_chunk(measured: Any, chunk_bytes: i
         assert rank.arrival == together * MATRIX_BYTES // 2
 
 
-def test_what_is_estimated_from_flops_is_orthogonalized_at_once(measured: Any) -> None:
-    for rank in measured(2**28, 0, "flops"):
-        assert rank.batch == COUNT // 2 * MATRIX_BYTES, "an estimate says nothing of batches"
-
-
 @pytest.mark.parametrize(("ns_per_byte", "beside_the_wide_one"), [(None, 1), (16.0, 0)])
 @on_ranks(2)
 def test_what_a_measured_byte_costs_decides_who_owns_what(

@@ -19,11 +19,10 @@ from harness.pool import Outcome, RankPool
 from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import dmuon
 from dmuon import DistributedConfig, create_auto_config, create_dtensor_config, create_processgroup_config
-from dmuon.report.accounting import exchanged_messages
 
 # -- the same on all ranks ------------------------------------------------------------------------------------------
 
@@ -49,33 +48,12 @@ def plain_shards(rank: int, _world: int, options: dict[str, Any]) -> None:
     dmuon.Muon(model, select=lambda name, *_: True, distributed_config=config)
 
 
-def too_many_stages(rank: int, _world: int) -> None:
-    create_auto_config(pp_process_group=dist.group.WORLD, pp_stage_id=rank, pp_num_stages=3)
-
-
 def pairs_of_ranks(rank: int) -> Any:
     return [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
 
 
 def crossing_groups(rank: int, _world: int) -> None:
     create_processgroup_config(fsdp_pg=dist.group.WORLD, tp_pg=pairs_of_ranks(rank))
-
-
-def generated_function(_rank: int, world: int, shape: tuple[int, int], owner: int) -> None:
-    """It is given a tensor of some shape for the shard of another."""
-    config = create_dtensor_config(costs="flops")
-    param = distribute_tensor(torch.ones(5, 3), init_device_mesh("cpu", (world,)), [Shard(0)])
-    config.assign_fn([param], config.state)
-    config.state["current_param_idx"] = 0
-    config.gather_fn(param if shape == param.shape else torch.ones(shape), owner, config.state)
-
-
-def counted(_rank: int, _world: int) -> None:
-    """What a user's functions send is not known."""
-    weight = nn.Parameter(torch.randn(6, 4))
-    weight.grad = torch.ones_like(weight)
-    config = assigned(dict.fromkeys(range(1), 0))
-    list(exchanged_messages(dmuon.Muon([weight], distributed_config=config)))
 
 
 # -- wrong owners ---------------------------------------------------------------------------------------------------
@@ -127,7 +105,7 @@ def cut_otherwise(rank: int, world: int, fault: str) -> None:
     def dims(param: Tensor) -> dict[str, int | None]:
         if fault == "raises" and rank == 1:
             raise LookupError("no such layer")
-        return {"another dimension": {"fsdp": rank}, "copies": {"fsdp": None if rank else 0}}.get(fault, {"fsdp": 0})
+        return {"fsdp": rank if fault == "another dimension" else 0}
 
     params = [nn.Parameter(torch.ones(3 - rank, 4))]
     if fault == "a DTensor":
@@ -213,8 +191,7 @@ def changed_in_one_domain(rank: int, _world: int) -> None:
 Errors = type[BaseException] | tuple[type[BaseException] | None, ...]
 Refusal = tuple[int, Callable[..., None], tuple[Any, ...], Errors, str | tuple[str, ...]]
 FINE = {0: 0, 1: 0}
-OF_THE_USER = "not mine|no map|no plan|no such layer|layers.7"  # exceptions of his own functions
-LEFT_OUT = "assign_fn left out 1 of 2 parameters"
+OF_THE_USER = "no such layer|layers.7"  # exceptions of his own functions
 HELD = r"of those that ranks 0 1 hold together' is "
 CHANGED = "have changed on (this|another) rank.*change them on all"
 THE_OTHER_DOMAIN = "rank 2: rank 1, one of ranks 1 2, cannot take this step"
@@ -223,21 +200,11 @@ REFUSALS: list[Refusal] = [
     (2, four_dimensions, (), ValueError, r"\(4, 3, 2, 2\) has 4 dimensions"),
     (2, plain_shards, ({},), ValueError, r"'layers\.0\.weight' is a plain tensor.*tp_pg=… shards it.*\{'tp': 0\}"),
     (2, plain_shards, ({"shard_dims": {"tp": 2}},), ValueError, r"parameter 'layers\.0\.weight' .*'tp': 2.* lacks"),
-    (2, plain_shards, ({"shard_dims": {"xp": 0}},), ValueError, r"shard_dims names 'xp'"),
     (2, plain_shards, ({"shard_dims": {"tp": 1}},), ValueError, r"'layers\.1\.weight' .*plain .*over ranks \[0, 1\]"),
-    (2, too_many_stages, (), ValueError, "pp_num_stages is 3, but pp_process_group has 2 ranks"),
     (4, crossing_groups, (), ValueError, r"fsdp_pg .*both hold|both hold.*any two groups"),
-    (2, generated_function, ((5, 3), 7), ValueError, r"Invalid rank 7 .* it lies on ranks \[0, 1\]"),
-    (2, generated_function, ((9, 9), 0), RuntimeError, r"gather_fn got a tensor of shape \(9, 9\) for parameter 0"),
-    (2, counted, (), TypeError, "a user's own"),
-    (2, wrong_owners, ({0: 0, 1: 2},), ValueError, "Invalid rank 2 for parameter 1: ranks are 0 … 1"),
     (2, wrong_owners, ([FINE, {0: 0, 1: 2}],), ValueError, "Invalid rank 2 for parameter 1"),
-    (2, wrong_owners, ([FINE, {0: 0}],), ValueError, LEFT_OUT),
     (2, wrong_owners, ([FINE, {0: 0, 1: 1}],), ValueError, "'parameter 1 of group 0' is 1 on rank 1 and 0 on rank 0"),
-    (2, wrong_owners, ([FINE, ValueError("not mine")],), ValueError, "not mine"),
     (2, wrong_owners, ([FINE, KeyError("layers.7")],), (ValueError, KeyError), ("rank 1.*layers.7", "layers.7")),
-    (2, wrong_owners, ([FINE, RuntimeError("no plan")],), (ValueError, RuntimeError), ("rank 1.*no plan", "no plan")),
-    (2, wrong_owners, ([FINE, TypeError("no map")],), (ValueError, TypeError), ("rank 1.*no map", "no map")),
     (4, owner_of_another_stage, (), ValueError, r"Invalid rank \d .* 'parameter 0 of group 0': it lies .*\[\d, \d\]"),
     (
         4,
@@ -248,7 +215,6 @@ REFUSALS: list[Refusal] = [
     ),
     (2, cut_otherwise, ("raises",), (ValueError, LookupError), "no such layer"),
     (2, cut_otherwise, ("another dimension",), ValueError, r"rank [01] has sharded parameters .*\{0: 1\}"),
-    (2, cut_otherwise, ("copies",), ValueError, "rank [01] has sharded parameters"),
     (2, cut_otherwise, ("a DTensor",), ValueError, "the local tensor of rank 1 has shape"),
     (
         2,

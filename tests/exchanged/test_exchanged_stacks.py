@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
-from dmuon import DistributedConfig, MatrixSpec, create_dtensor_config, create_processgroup_config
+from dmuon import MatrixSpec, create_dtensor_config, create_processgroup_config
 
 SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]
 MATRICES = [(12, 8), (1, 9), (7, 1), (9, 5), (2, 11), (1, 1), (3, 13)]
@@ -31,14 +31,13 @@ STEPS = 2
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (1, {}),
         (2, {}),
         (3, {"prefetch_count": 3, "chunk_bytes": 500}),
         pytest.param(
             4, {"prefetch_count": 2, "chunk_bytes": 500, "small_param_numel_threshold": 0}, marks=pytest.mark.slow
         ),
     ],
-    ids=["1", "2", "3-small-chunks", "4-unpacked"],
+    ids=["2", "3-small-chunks", "4-unpacked"],
 )
 @on_ranks()
 def test_all_matrices_on_any_placement_equal_those_of_their_own(rank: int, world: int, options: dict[str, Any]) -> None:
@@ -159,46 +158,7 @@ def test_a_fault_in_one_group_of_experts_ends_all_ranks(rank: int, world: int) -
         assert raised.matches(ValueError, message), raised
 
 
-@on_ranks(4)
-def test_a_users_assignment_that_asks_the_generated_one_keeps_its_plan(rank: int, world: int) -> None:
-    mesh, placements = groups_of_experts()
-    stack = parameter(noise(0, 4, 6, 4), mesh, placements)
-    config = create_dtensor_config(costs="flops")
-    own = config.assign_fn
-    asked = DistributedConfig(
-        lambda params, state: own(params, state), config.gather_fn, config.redistribute_fn, config.state
-    )
-    found = []
-    for one in (create_dtensor_config(costs="flops"), asked):
-        optimizer = dmuon.Muon([{"params": [stack], "use_muon": True}], distributed_config=one, **OPTIONS)
-        tasks = exchange_of(optimizer).tasks()
-        found.append([(task.numbers, task.parcel.owner, task.domain.ranks) for task in tasks])
-    assert found[0] == found[1] and len({owner for _, owner, _ in found[0]}) == 2
-
-
 # -- tensors that are several matrices ---------------------------------------------------------------------------------
-
-
-def test_parts_of_many_layers_are_orthogonalized_together() -> None:
-    """Of layers that lie alike, part by part."""
-    weights = Weights()
-    for i in range(4):
-        weights.add(i, SPLITS[0].shape, split=SPLITS[0])
-    optimizer = weights.optimizer(None)
-    weights.train(optimizer, STEPS)
-    assert (optimizer.last_step.ns_matrices, optimizer.last_step.ns_batches) == (12, 3)
-    weights.check(optimizer)
-
-
-@on_ranks(2)
-def test_one_fused_tensor_has_several_owners(rank: int, world: int) -> None:
-    """Queries, keys and values of one layer are shared out as three layers would be."""
-    weights = Weights()
-    weights.shard(0, SPLITS[0].shape, init_device_mesh("cpu", (world,)), [Shard(0)], split=SPLITS[0])
-    optimizer = weights.optimizer(create_dtensor_config(costs="flops"))
-    calls = weights.train(optimizer, 1)
-    weights.check(optimizer)
-    assert {over_ranks(calls), calls} in ({3, 1}, {3, 2})
 
 
 @pytest.mark.parametrize("replaced", [False, True])

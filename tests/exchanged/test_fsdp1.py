@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
@@ -100,14 +98,6 @@ def test_every_strategy_equals_one_process(rank: int, world: int) -> None:
         assert shapes == {True}
 
 
-@on_ranks(2)
-def test_each_rank_may_orthogonalize_what_lies_flat(rank: int, world: int) -> None:
-    for strategy in ("replicated", "full_replication"):
-        model = wrapped(build(), auto_wrap_policy=BLOCKS)
-        train(model, dmuon.Muon(model, strategy=strategy, **OPTIONS), range(3), rank, world)
-        assert_equal_weights(whole(model), reference_weights(3))
-
-
 EACH = ModuleWrapPolicy({Block, nn.Linear})  # units within units, and some that hold nothing themselves
 
 
@@ -130,7 +120,7 @@ def clipped(model: nn.Module, step: int) -> None:
     else:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     for name, param in model.named_parameters():
-        if step == 2 and "blocks.0" in name and "up.weight" in name:
+        if step == 2 and name.replace("_fsdp_wrapped_module.", "") == "blocks.0.up.weight":
             param.grad = None
 
 
@@ -144,12 +134,9 @@ def thawed(model: nn.Module, step: int) -> None:
 Change = Callable[[nn.Module, int], None]
 # A network, what happens before a forward and before a step, and how it is wrapped.
 PROGRAMS: dict[str, tuple[Callable[[], Network], Change, Change, dict[str, Any]]] = {
-    "frozen": (frozen, nothing, nothing, {"auto_wrap_policy": BLOCKS}),
     "frozen, in one flat tensor": (frozen, nothing, nothing, {}),
-    "frozen, on every rank": (frozen, nothing, nothing, {"strategy": "NO_SHARD", "auto_wrap_policy": EACH}),
     "trained later": (build, thawed, nothing, {"auto_wrap_policy": BLOCKS}),
-    "each layer": (build, nothing, nothing, {"auto_wrap_policy": EACH}),
-    "clipped": (build, nothing, clipped, {"auto_wrap_policy": BLOCKS}),
+    "clipped": (build, nothing, clipped, {"auto_wrap_policy": EACH}),
 }
 
 
@@ -172,34 +159,11 @@ def test_frozen_nested_and_accumulated_equal_one_process(rank: int, world: int) 
 
 
 @on_ranks(2)
-def test_a_model_that_fsdp1_materializes_equals_one_process(rank: int, world: int) -> None:
-    """From the meta device, by ``param_init_fn``."""
-
-    def fill(module: nn.Module, name: str) -> None:
-        generator = torch.Generator().manual_seed(crc32(name.encode()))
-        for param in module.parameters(recurse=False):
-            nn.init.normal_(param, std=0.2, generator=generator)
-
-    def materialize(module: nn.Module) -> None:
-        module.to_empty(device=CPU, recurse=False)
-        fill(module, names[module])
-
-    plain, meta = build(), build().to("meta")
-    for name, module in plain.named_modules():
-        fill(module, name)
-    names = {module: name for name, module in meta.named_modules()}
-    model = wrapped(meta, auto_wrap_policy=BLOCKS, param_init_fn=materialize)
-    train(plain, dmuon.Muon(dmuon.param_groups(plain), **OPTIONS), range(3))
-    train(model, dmuon.Muon(model, **OPTIONS), range(3), rank, world)
-    assert_equal_weights(whole(model), dict(plain.named_parameters()))
-
-
-@on_ranks(2)
 def test_mixed_precision_trains_as_autocast(rank: int, world: int) -> None:
     """Gradients may stay in half precision."""
-    for strategy, keeps in product(("FULL_SHARD", "NO_SHARD"), (False, True)):
+    for keeps in (False, True):
         precision = MixedPrecision(torch.bfloat16, None if keeps else torch.float32, keep_low_precision_grads=keeps)
-        model = wrapped(build(), strategy, auto_wrap_policy=BLOCKS, mixed_precision=precision)
+        model = wrapped(build(), auto_wrap_policy=BLOCKS, mixed_precision=precision)
         train(model, dmuon.Muon(model, **OPTIONS), range(3), rank, world)
         start, exact = dict(build().named_parameters()), reference_weights(3)
         for name, weight in whole(model).items():
@@ -213,13 +177,14 @@ def test_mixed_precision_trains_as_autocast(rank: int, world: int) -> None:
 
 @on_ranks(3)
 def test_fused_tensors_kernels_and_stacks_are_cut_anywhere(rank: int, world: int) -> None:
-    model = wrapped(FusedModel())
-    optimizer = dmuon.Muon(model, select=by_spec(), **OPTIONS)
-    take_steps(optimizer, lambda step: fused_loss(model, step, rank, world), range(3))
-    shapes = [shape for split in SPLITS for shape in split.spec.matrices(split.shape)]
+    splits = SPLITS[::2]
+    model = wrapped(FusedModel(splits))
+    optimizer = dmuon.Muon(model, select=by_spec(splits), **OPTIONS)
+    take_steps(optimizer, lambda step: fused_loss(model, step, rank, world), range(2))
+    shapes = [shape for split in splits for shape in split.spec.matrices(split.shape)]
     assert over_ranks(optimizer.last_step.ns_matrices) == LAYERS * len(shapes)
     assert "sharded as one row (FSDP1) on ranks" in dmuon.explain(model, optimizer)
-    assert_equal_weights(whole(model), fused_reference(3))
+    assert_equal_weights(whole(model), fused_reference(2, splits))
 
 
 # -- configurations -------------------------------------------------------------------------------------------------
@@ -232,13 +197,6 @@ def test_generated_configurations_take_it(rank: int, world: int) -> None:
         optimizer = dmuon.Muon(model, distributed_config=config, **OPTIONS)
         train(model, optimizer, range(2), rank, world)
         assert_equal_weights(whole(model), reference_weights(2))
-        config.state["current_param_idx"] = 0
-        param = optimizer.param_groups[0]["params"][0]
-        gathered = config.gather_fn(param, 1, config.state)
-        assert (gathered is None) == (rank == 0)
-        if gathered is not None:
-            assert gathered.shape == (13, 13)
-        assert torch.equal(config.redistribute_fn(gathered, 1, config.state), param)
 
 
 # -- state ----------------------------------------------------------------------------------------------------------
@@ -280,8 +238,7 @@ def resumed(rank: int, world: int, kind: str, path: Path, steps: tuple[int, ...]
 
 @pytest.mark.parametrize("kind", ["fsdp", "sharded"])
 def test_checkpoints_continue_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    worlds = (2, 3) if kind == "sharded" else (2, 3, 1)  # one rank is NO_SHARD, of which sharded state has other forms
-    for number, world in enumerate(worlds):
+    for number, world in enumerate((2, 3)):
         steps = (2 * number, 2 * number + 1)
         for weights in ranks(world, resumed, kind, tmp_path, steps, number > 0):
             assert_equal_weights(weights, reference_weights(2 * number + 2))
@@ -340,13 +297,10 @@ REFUSALS: list[tuple[Callable[[], None], type[Exception], str]] = [
     (built_inside_summon, ValueError, "outside of forward, backward and summon_full_params"),
     (stepped_inside_summon, ValueError, "outside of forward, backward and summon_full_params"),
     (wrapped_later, ValueError, "wrapped in .*FSDP1.* since the optimizer was built; build the optimizer after that"),
-    *(
-        (partial(with_option, name, value), ValueError, f"{said} for 'blocks.*, of which FSDP1 has a flat shard")
-        for name, value, said in (
-            ("second_moment", "row", "second_moment"),
-            ("second_moment", "element", "second_moment"),
-            ("weight_decay_mode", "hyperball", "'hyperball'"),
-        )
+    (
+        partial(with_option, "second_moment", "row"),
+        ValueError,
+        "second_moment for 'blocks.*, of which FSDP1 has a flat shard",
     ),
     (clipped_by_parts, ValueError, "call clip_grad_norm_ of the FSDP1 model itself"),
     (step_without_reduction, ValueError, "gradient of .* is "),

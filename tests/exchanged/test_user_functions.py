@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from math import prod
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
 from harness.network import full_state
@@ -21,10 +18,9 @@ from harness.rows import State, gather_with_work, scatter_with_work, shape_now
 from harness.topologies import lay, orthogonalized
 from harness.toy import build
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
+from dmuon import DistributedConfig, create_dtensor_config
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 STEPS = 3
@@ -34,31 +30,16 @@ STEPS = 3
 # Weights are cut by rows, evenly, so that plain gathers and scatters serve (``harness/rows.py``).
 
 
-class Joined:
-    """What a collective brings, once it has been waited for."""
-
-    def __init__(self, value: Tensor | None, work: Any) -> None:
-        self.value, self.work = value, work
-
-    def wait(self) -> Tensor | None:
-        self.work.wait()
-        return self.value
-
-
-def gather_to_join(update: Tensor, *, dst_rank: int, state: State) -> Joined:
-    return Joined(*gather_with_work(update, dst_rank, state))
-
-
-def scatter_to_join(update: Tensor | None, *, state: State, src_rank: int) -> Joined:
-    return Joined(*scatter_with_work(update, src_rank, state))
-
-
 def gather(update: Tensor, dst_rank: int, state: State) -> Tensor | None:
-    return Joined(*gather_with_work(update, dst_rank, state)).wait()
+    found, work = gather_with_work(update, dst_rank, state)
+    work.wait()
+    return found
 
 
 def scatter(update: Tensor | None, src_rank: int, state: State) -> Tensor | None:
-    return Joined(*scatter_with_work(update, src_rank, state)).wait()
+    found, work = scatter_with_work(update, src_rank, state)
+    work.wait()
+    return found
 
 
 def copy_from_owner(update: Tensor | None, src_rank: int, state: State) -> Tensor:
@@ -68,9 +49,7 @@ def copy_from_owner(update: Tensor | None, src_rank: int, state: State) -> Tenso
 
 
 ROWS: dict[str, Functions] = {
-    "synchronous": (gather, scatter),
     "with work": (gather_with_work, scatter_with_work),
-    "to wait for": (gather_to_join, scatter_to_join),
     "mixed": (gather_with_work, scatter),
 }
 
@@ -202,40 +181,6 @@ def test_a_users_assignment_alone_keeps_the_pipeline(rank: int, world: int) -> N
     assert count == STEPS * (7 if rank == 0 else 1)
 
 
-def cut_along_ep(has_fsdp: bool, param: Tensor) -> dict[str, int | None]:
-    along: dict[str, int | None] = {"fsdp": 0} if has_fsdp else {}
-    return along if param.shape[-1] == 4 else {**along, "ep": 0}
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@on_ranks()
-def test_a_wrapper_is_asked_for_what_is_exchanged_only(rank: int, world: int) -> None:
-    """Some weights are independent along ep, alone or cut by fsdp; others are cut along ep, too."""
-    sizes = {"ep": 2, "fsdp": 2} if world == 4 else {"ep": 2}
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    groups = {f"{role}_pg": mesh.get_group(role) for role in sizes}
-    generated = create_processgroup_config(
-        **groups, shard_dims=partial(cut_along_ep, "fsdp" in sizes), prefetch_count=0, costs="flops"
-    )
-    seen: list[int] = []
-
-    def watched(update: Tensor, dst_rank: int, state: State) -> Any:
-        seen.append(state["current_param_idx"])
-        return generated.gather_fn(update, dst_rank, state)
-
-    cuts = [
-        Cut((6, 4), ("ep",), fsdp=0),
-        Cut((8, 5), ep=0, fsdp=0),
-        Cut((3, 4, 4), ("ep",), fsdp=0),
-        Cut((9, 5), ep=0, fsdp=0),
-    ]
-    weights = Weights().cut(cuts, sizes, {role: mesh.get_local_rank(role) for role in sizes})
-    weights.train(weights.optimizer(replace(generated, gather_fn=watched)), STEPS)
-    weights.check()
-    asked = [0, 1, 2, 3] if world == 4 else [1, 3]
-    assert sorted(seen) == sorted(asked * STEPS)
-
-
 @on_ranks(3)
 def test_fewer_ranks_than_all_take_part(rank: int, world: int) -> None:
     """Ranks 1 and 2, which ``state`` says."""
@@ -308,73 +253,3 @@ def test_a_fault_of_a_function_ends_all_ranks(rank: int, world: int, name: str, 
     config = DistributedConfig(by_index, *functions, {}, together, prefetch)
     with pytest.raises(error, match=message):
         stepped(rank, world, config, [(6, 4)] * 4, cut=True)
-
-
-def rate_of_small_ones(shape: Any) -> float:
-    if max(shape) > 5:
-        raise ArithmeticError(f"no rate for {tuple(shape)}")
-    return 1.0
-
-
-@on_ranks(2, timeout=20)
-def test_a_rate_that_its_owner_cannot_tell_ends_all_ranks(rank: int, world: int) -> None:
-    """That is asked for shapes that other ranks do not know."""
-    config = DistributedConfig(lambda params, state: {0: 1}, gather, scatter, {}, prefetch_count=0)
-    with pytest.raises(ArithmeticError if rank == 1 else RuntimeError, match=r"no rate for \(6, 4\)"):
-        stepped(rank, world, config, [(6, 4)], cut=True, adjust_lr_fn=rate_of_small_ones)
-
-
-# -- flat shards: what a matrix is only the functions know ----------------------------------------------------------
-
-
-def flat_functions(shapes: list[tuple[int, ...]]) -> Functions:
-    """Of flat tensors cut at any element, as ZeRO does: a third for rank 0, the rest for rank 1, nothing for others."""
-
-    def bounds(index: int) -> list[int]:
-        numel, world = prod(shapes[index]), dist.get_world_size()
-        return [0, numel // 3, *[numel] * (world - 1)]
-
-    def gather(update: Tensor, dst_rank: int, state: State) -> Tensor | None:
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, update)
-        index = state["current_param_idx"]
-        return torch.cat(parts).view(shapes[index]) if dist.get_rank() == dst_rank else None
-
-    def redistribute(update: Tensor | None, src_rank: int, state: State) -> Tensor:
-        found = [update]
-        dist.broadcast_object_list(found, src_rank)
-        first, last = bounds(state["current_param_idx"])[dist.get_rank() :][:2]
-        assert found[0] is not None
-        return found[0].flatten()[first:last].clone()
-
-    gather.bounds = bounds  # type: ignore[attr-defined]
-    return gather, redistribute
-
-
-def flat_pieces(shapes: list[tuple[int, ...]], functions: Functions, rank: int, step: int | None) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(-1 if step is None else step)
-    wholes = [torch.randn(shape, generator=generator) for shape in shapes]
-    bounds = functions[0].bounds  # type: ignore[attr-defined]
-    return [whole.flatten()[slice(*bounds(i)[rank:][:2])].clone() for i, whole in enumerate(wholes)]
-
-
-@on_ranks(3)
-def test_flat_shards_train_by_the_shape_of_what_is_gathered(rank: int, world: int) -> None:
-    shapes: list[tuple[int, ...]] = [(6, 4), (5, 7), (3, 4, 5)]
-    functions = flat_functions(shapes)
-    params = [nn.Parameter(piece) for piece in flat_pieces(shapes, functions, rank, None)]
-    config = DistributedConfig(lambda params, state: {0: 0, 1: 1, 2: 0}, *functions, {}, prefetch_count=0)
-    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], lr=0.1, distributed_config=config)
-    wholes = [nn.Parameter(torch.randn(s, generator=g)) for g in [torch.Generator().manual_seed(-1)] for s in shapes]
-    alone = dmuon.Muon([{"params": wholes, "use_muon": True}], lr=0.1)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        for whole, param, piece in zip(wholes, params, flat_pieces(shapes, functions, rank, step), strict=True):
-            whole.grad = torch.randn(whole.shape, generator=generator)
-            param.grad = piece if piece.numel() else None
-        optimizer.step()
-        alone.step()
-    for i, (param, whole) in enumerate(zip(params, wholes, strict=True)):
-        expected = whole.detach().flatten()[slice(*functions[0].bounds(i)[rank:][:2])]  # type: ignore[attr-defined]
-        torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-6)
-        assert optimizer.state[param]["momentum_buffer"].shape == param.shape

@@ -13,7 +13,6 @@ from zoo import gaussian, relative
 
 from dmuon.kernels import (
     Variant,
-    apply_update_,
     coefficient_sequence,
     iterate,
     momentum_norms,
@@ -24,7 +23,6 @@ from dmuon.kernels import (
     normalized_update,
     orthogonalize,
     run,
-    symmetric_quack,
     symmetric_triton,
     update_triton,
 )
@@ -72,7 +70,7 @@ def products(method: str, restarts: tuple[int, ...], dtype: torch.dtype) -> int:
     if method == "standard":
         return 10
     blocks = len(restarts) + 1
-    whole = {(2,): 1, (2, 4): 1}[restarts] if dtype == torch.float16 else 0
+    whole = 1 if dtype == torch.float16 else 0
     return blocks + 5 + 3 * (5 - blocks) - whole
 
 
@@ -82,7 +80,6 @@ def products(method: str, restarts: tuple[int, ...], dtype: torch.dtype) -> int:
     [
         (TILES[0], *SINGLE, "gram", (2,), (1, 24, 40)),
         (TILES[1], *HALF, "gram", (2,), (1, 24, 40)),
-        (TILES[0], *HALF, "gram", (2, 4), (1, 40, 24)),
         (TILES[1], *SINGLE, "standard", (), (1, 32, 32)),
     ],
     ids=str,
@@ -103,7 +100,7 @@ def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product
 
 @pytest.mark.parametrize(
     ("tile", "dtype", "limit", "shape"),
-    [(TILES[0], *SINGLE, (2, 24, 40)), (TILES[1], *HALF, (2, 24, 40)), (TILES[0], *HALF, (1, 40, 24))],
+    [(TILES[0], *SINGLE, (2, 24, 40)), (TILES[1], *HALF, (1, 40, 24))],
     ids=str,
 )
 def test_blocks_of_squares_equal_fp64_in_eleven_launches(launches, tiled, shape, dtype, limit, tile):
@@ -147,24 +144,14 @@ def test_quack_computes_products_of_equal_factors_and_triton_the_others(
     assert relative(found, exact) <= 2e-2
 
 
-def test_what_quack_does_not_take_is_left_to_triton():
-    x, c = gaussian(2, 16, 24).half(), gaussian(2, 16, 16).half()
-    assert symmetric_quack.equal_factors(x, c, out=c) is None, "it reads and writes in an order of its own"
-    assert symmetric_quack.equal_factors(gaussian(1, 12, 24).half()) is None, "rows of the result are not aligned"
-    assert symmetric_quack.equal_factors(gaussian(1, 16, 20).half()) is None
-    assert symmetric_quack.equal_factors(gaussian(2 * 16 * 24 + 1).half()[1:].view(2, 16, 24)) is None
-    assert symmetric_quack.equal_factors(x[:0]) is None
-
-
 @pytest.mark.pitfall("P61")
 def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(tiled):
     """Rounding keeps the factors of a product from commuting there, so it matters which of them is read transposed."""
     tiled(TILES[1])
     m, n = 96, 224
-    spectra = (torch.tensor([1.0, low]).repeat_interleave(m // 2) for low in (0, 1e-3))
-    x = torch.stack([zoo.with_spectrum(m, n, spectrum, 9) for spectrum in spectra])
+    x = zoo.with_spectrum(m, n, torch.tensor([1.0, 0.0]).repeat_interleave(m // 2), 9)[None]
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    variant = Variant("gram", (2,), "triton", 2)
+    variant = Variant("gram", (2,), "triton", 1)
     on_a_gpu = TritonArithmetic(torch.float16, torch.float16, whole_v=True)
     ours = iterate(x.half(), variant, POLAR, on_a_gpu)
     assert (torch.linalg.matrix_norm(ours.double(), 2) <= 1.1236 + 0.06).all()
@@ -193,47 +180,17 @@ def test_what_is_exchanged_takes_a_pass_before_and_two_after(launches, dtype):
 
 
 @pytest.mark.pitfall("P38", "P47")
-@pytest.mark.parametrize(
-    ("nesterov", "dtype", "limit"),
-    [(True, torch.float16, 1e-4), (False, torch.float32, 1e-6)],
-)
-def test_the_update_takes_three_fused_passes_and_keeps_nan_in_its_matrix(launches, dtype, limit, nesterov):
+def test_the_update_takes_three_fused_passes_and_keeps_nan_in_its_matrix(launches):
     k, m, n = 3, 24, 40
     grads = [gaussian(m, n, seed=i) for i in range(k)]
     grads[1][2, 3] = float("nan")
     momentum, params = gaussian(k, m, n, seed=7), [gaussian(m, n, seed=10 + i) for i in range(k)]
     average = torch.lerp(momentum.double(), torch.stack(grads).double(), 0.05)
-    update = torch.lerp(torch.stack(grads).double(), average, 0.95) if nesterov else average
+    update = torch.lerp(torch.stack(grads).double(), average, 0.95)
     exact = orthogonalize(update, method="standard", backend="torch")
     wanted = [p.double() * (1 - 0.02 * 0.1) - 0.02 * 0.5 * o for p, o in zip(params, exact, strict=True)]
-    options = {"lr": 0.02, "weight_decay": 0.1, "beta": 0.95, "nesterov": nesterov, "scale": 0.5, "dtype": dtype}
+    options = {"lr": 0.02, "weight_decay": 0.1, "beta": 0.95, "nesterov": True, "scale": 0.5, "dtype": torch.float16}
     muon_update_(params, grads, momentum, **options, variant=Variant("gram", (2,), "triton", 8))
     assert [name for name in launches if name != "symmetric"] == PASSES[:3]
-    assert max(relative(params[i], wanted[i]) for i in (0, 2)) <= limit
+    assert max(relative(params[i], wanted[i]) for i in (0, 2)) <= 1e-4
     assert params[1].isnan().all()
-
-
-def test_parts_that_the_fused_pass_does_not_take_are_not_joined_for_it(launches, monkeypatch):
-    monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("joined"))
-    updates = [gaussian(1, 8, 16).double(), gaussian(2, 8, 16, seed=1).double()]
-    for dtype in (torch.float64, torch.float32):
-        params = [gaussian(8, 16, seed=10 + i).to(dtype) for i in range(3)]
-        rows = [row for part in updates for row in part]
-        wanted = [0.998 * p.double() - 0.01 * row for p, row in zip(params, rows, strict=True)]
-        apply_update_(params, updates, lr=0.02, weight_decay=0.1, scale=0.5)
-        assert max(relative(p, w) for p, w in zip(params, wanted, strict=True)) <= 1e-6
-    assert not launches
-
-
-def test_storage_in_fp64_takes_no_fused_normalization_which_has_none(launches):
-    grads, params = [gaussian(24, 40, seed=i) for i in range(2)], [gaussian(24, 40, seed=10 + i) for i in range(2)]
-    exact = [p.double() for p in params]
-    momentum = torch.zeros(2, 24, 40)
-    options = {"lr": 0.02, "weight_decay": 0.1, "beta": 0.95, "nesterov": True, "scale": 0.5}
-    muon_update_(params, grads, momentum, **options, dtype=torch.float64, variant=Variant("standard", (), "torch", 8))
-    assert launches == ["momentum_update"]
-    muon_update_(exact, [g.double() for g in grads], torch.zeros(2, 24, 40, dtype=torch.float64), **options)
-    assert max(relative(p, e) for p, e in zip(params, exact, strict=True)) <= 1e-6
-    x = gaussian(2, 24, 40)
-    whole, norms = normalized(x, storage=torch.float64)
-    assert whole.dtype == torch.float64 and relative(whole[0] * norms[0], x[0]) <= 1e-6

@@ -24,7 +24,7 @@ _MARGIN = 7.0
 
 # Of an output entry, over the largest. The interpreter truncates to bf16, a device rounds.
 OUT_ERROR = {torch.float32: 5e-7, torch.float16: 2.0**-11 + 1e-5, torch.bfloat16: 2.0**-7}
-BROKEN = ("nan", "inf", "both infinities")
+BROKEN = ("nan", "both infinities")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +64,16 @@ MOMENTUM_CASES = {
     "default": MomentumCase(),
     "no nesterov": MomentumCase(nesterov=False),
     "zero beta": MomentumCase(beta=0.0),
-    "no momentum decay": MomentumCase(beta=1.0),
-    "fp32 out": MomentumCase(out=torch.float32),
     "bf16 out": MomentumCase(out=torch.bfloat16),
     "bf16 gradients": MomentumCase(grad=torch.bfloat16),
-    "fp16 gradients": MomentumCase(grad=torch.float16),
-    "whole tiles": MomentumCase(shape=(64, 64)),
-    "unaligned": MomentumCase(offset=1),
     "unaligned, ragged, bf16": MomentumCase(offset=1, shape=(37, 61), grad=torch.bfloat16, out=torch.bfloat16),
     "one row": MomentumCase(shape=(1, 2049)),
     "many of one element": MomentumCase(shape=(1, 1), k=9, out=torch.float32),
-    "1e-30": MomentumCase(magnitude=1e-30),
-    "1e30": MomentumCase(magnitude=1e30),
     "1e-36 fp32 out": MomentumCase(magnitude=1e-36, out=torch.float32),
     "1e37 fp32 out": MomentumCase(magnitude=1e37, out=torch.float32),
     "eps": MomentumCase(magnitude=1e-9, eps=1e-3, out=torch.float32),
     "zero": MomentumCase(special="zero"),
     "nan": MomentumCase(special="nan", shape=(40, 60)),
-    "inf": MomentumCase(special="inf", nesterov=False),
     "both infinities": MomentumCase(special="infs"),
     "spread": MomentumCase(special="spread", shape=(40, 60), out=torch.float32),
     "subnormal": MomentumCase(special="subnormal", out=torch.float32),
@@ -89,15 +81,10 @@ MOMENTUM_CASES = {
 
 APPLY_CASES = {
     "default": ApplyCase(),
-    "no decay": ApplyCase(weight_decay=0.0),
     "zero lr": ApplyCase(lr=0.0),
-    "fp32 update": ApplyCase(update=torch.float32),
     "bf16 update": ApplyCase(update=torch.bfloat16),
-    "fp16 parameters": ApplyCase(param=torch.float16),
     "bf16 parameters": ApplyCase(param=torch.bfloat16),
-    "ragged": ApplyCase(shape=(37, 61)),
-    "unaligned": ApplyCase(offset=1),
-    "whole tiles": ApplyCase(shape=(64, 64)),
+    "unaligned, ragged": ApplyCase(offset=1, shape=(37, 61)),
     "one row": ApplyCase(shape=(1, 2049)),
     "many of one element": ApplyCase(shape=(1, 1), k=9),
 }
@@ -134,8 +121,6 @@ def inputs(case: MomentumCase) -> tuple[list[Tensor], Tensor]:
             state.zero_()
         case "nan":
             grad[-1] = float("nan")
-        case "inf":
-            grad[3] = float("inf")
         case "infs":
             grad[3] = float("inf")
             state[-1] = float("-inf")
@@ -214,9 +199,7 @@ def run_single(case: MomentumCase, grad: Tensor, row: Tensor) -> tuple[Tensor, T
 
 
 @pytest.mark.pitfall("P32", "P35", "P38", "P39", "P44", "P45")
-@pytest.mark.parametrize(
-    "name", ["default", "no nesterov", "unaligned, ragged, bf16", "both infinities", "1e37 fp32 out", "zero", "spread"]
-)
+@pytest.mark.parametrize("name", ["default", "unaligned, ragged, bf16", "both infinities", "1e37 fp32 out", "spread"])
 def test_a_part_is_folded_and_the_whole_divided_as_in_one(name):
     """What an exchanged matrix takes: momentum and update in one pass, then norm and division of what was gathered."""
     case = MOMENTUM_CASES[name]
@@ -258,15 +241,8 @@ def test_apply_equals_fp64_with_one_rounding_and_nothing_else_changes(name):
     if case.param == torch.float32:
         assert worst(result - exact, decay * values.double().abs() + step * change.double().abs()) <= 2e-7
     else:  # the interpreter truncates to bf16
-        limit = 2.0**-11 * 1.001 if case.param == torch.float16 else 2.0**-7
-        assert worst(result - exact, exact) <= limit
+        assert worst(result - exact, exact) <= 2.0**-7
     assert same(result, values) == (case.lr == 0)
-
-
-def test_bf16_without_rounding_is_exact():
-    param = torch.ones(5, 3, dtype=torch.bfloat16)
-    apply_update_([param], torch.ones(1, 5, 3), lr=0.25, weight_decay=0.0, scale=1.0)
-    assert (param == 0.75).all()
 
 
 @triton.jit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 import pytest
 import torch
@@ -77,13 +76,6 @@ def test_fp16_gram_form_without_a_restart_visibly_fails():
     assert {"rank_one", "rank_four", "half_null", "condition_1e6"} <= bad
 
 
-def test_emulated_half_precision_holds_half_precision_values():
-    for dtype in HALF:
-        ours = orthogonalize(ZOO["gaussian"], dtype=dtype)
-        assert ours.dtype == torch.float32
-        assert torch.equal(ours, ours.to(dtype).float())
-
-
 # -- scale, zero, NaN ----------------------------------------------------------------------------------------
 
 
@@ -106,38 +98,6 @@ def test_extremes_of_fp32_count_for_what_they_are(monkeypatch, scale, streams):
     x = (ZOO["gaussian"] * scale).clamp(-3e38, 3e38)
     assert relative(orthogonalize(x), exact(x)) <= 5e-5
     assert relative(orthogonalize(x, dtype=torch.float16), exact(x)) <= 1e-2
-
-
-@pytest.mark.pitfall("P35")
-@pytest.mark.parametrize("scale", [1e-310, 1e-300, 1e-200, 1e-50, 1e50, 1e200, 1e307])
-def test_scale_does_not_matter_in_fp64(scale):
-    x = ZOO["gaussian"].double()
-    assert relative(orthogonalize(x * scale), orthogonalize(x)) <= 1e-10
-    stack = torch.stack([x, x * scale, 0 * x])
-    assert relative(orthogonalize(stack)[1], orthogonalize(x)) <= 1e-10
-    assert not orthogonalize(stack)[2].any()
-
-
-@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 3e5])
-def test_a_device_with_streams_divides_to_the_same_bits(monkeypatch, magnitude):
-    x = torch.randn(3, 40, 50) * magnitude
-    expected, norms = normalize(x, torch.float32, 0.0)
-    monkeypatch.setattr(newton_schulz, "streams_of", lambda device: torch.cpu)
-    found, found_norms = normalize(x, torch.float32, 0.0)
-    assert torch.equal(found, expected) and torch.equal(found_norms, norms)
-    monkeypatch.setattr(newton_schulz, "_CHUNK", 1000)  # several, of uneven sizes
-    torch.testing.assert_close(normalize(x, torch.float32, 0.0)[0], expected, rtol=2e-7, atol=0.0)
-
-
-@pytest.mark.pitfall("P38")
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("eps", [0.0, 1e-7])
-def test_zero_gives_exact_zero(dtype, eps):
-    x = torch.randn(3, 8, 16)
-    x[1] = 0
-    ours = orthogonalize(x, dtype=dtype, eps=eps)
-    assert torch.equal(ours[1], torch.zeros(8, 16))
-    assert (ours[[0, 2]].norm(dim=(1, 2)) > 1).all()
 
 
 @pytest.mark.pitfall("P38")
@@ -191,32 +151,7 @@ def test_result_has_the_dtype_of_the_input_and_no_graph(dtype):
     assert relative(ours, exact(x.detach())) <= limit
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 6), (0, 6), (4, 0)])
-def test_empty_input_gives_an_empty_result(shape):
-    assert orthogonalize(torch.empty(shape)).shape == shape
-
-
 # -- calls of small matrices, which take as long as their products -------------------------------------------
-
-
-def calls_of(function) -> tuple[int, int]:
-    """Frames of Python that ``function`` enters, and calls of others' code from these."""
-    seen = []
-    sys.setprofile(lambda _frame, event, _argument: seen.append(event))
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return seen.count("call") - 1, seen.count("c_call") - 1  # of the function itself, and of setprofile
-
-
-@pytest.mark.parametrize(("method", "frames", "calls"), [("standard", 15, 35), ("gram", 25, 60)])
-def test_a_small_matrix_takes_few_calls(method, frames, calls):
-    """Beside the 15 and 22 products: a plain loop, which checks nothing, takes one frame and 17 calls."""
-    x = gaussian(16, 16)
-    orthogonalize(x, method=method)  # so that it is planned
-    found = calls_of(lambda: orthogonalize(x, method=method))
-    assert found[0] <= frames and found[1] <= calls, found
 
 
 def test_what_is_remembered_of_a_call_is_not_taken_for_another():
@@ -235,60 +170,12 @@ def test_what_is_remembered_of_a_call_is_not_taken_for_another():
 # -- options -------------------------------------------------------------------------------------------------
 
 
-def way_of(monkeypatch, x: torch.Tensor, **options) -> tuple:
-    """What a call of ``orthogonalize`` runs: form, restarts, coefficients and dtype."""
-    seen = []
-    real = newton_schulz.iterate
-
-    def watched(x, variant, steps, arithmetic, **rest):
-        seen.append((variant.method, variant.restarts, steps, arithmetic.storage))
-        return real(x, variant, steps, arithmetic, **rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(newton_schulz, "iterate", watched)
-        orthogonalize(x, **options)
-    assert len(seen) == 1
-    return seen[0]
-
-
-@pytest.mark.pitfall("P10", "P47")
-def test_each_option_changes_what_it_names(monkeypatch):
-    wide, square = torch.randn(64, 256), torch.randn(16, 16)
-    polar = coefficient_sequence("polar_express", 5)
-    default = ("gram", (2,), polar, torch.float32)
-    standard = ("standard", (), polar, torch.float32)
-    for x, options, expected in (
-        (wide, {}, default),
-        (square, {}, standard),
-        (square, {"method": "gram"}, default),
-        (wide, {"method": "standard"}, standard),
-        (square, {"restarts": (2,)}, default),
-        (wide, {"restarts": (1, 3)}, ("gram", (1, 3), polar, torch.float32)),
-        (wide, {"steps": 3}, ("gram", (1,), polar[:3], torch.float32)),
-        (wide, {"coefficients": "you"}, ("gram", (2,), coefficient_sequence("you", 5), torch.float32)),
-        (wide, {"dtype": torch.float16}, ("gram", (2,), polar, torch.float16)),
-        (wide, {"dtype": torch.bfloat16}, ("standard", (), polar, torch.bfloat16)),
-        (wide, {"dtype": torch.bfloat16, "method": "gram"}, ("gram", (1, 2, 3), polar, torch.bfloat16)),
-    ):
-        assert way_of(monkeypatch, x, **options) == expected, options
-    assert way_of(monkeypatch, wide.double())[3] == torch.float64
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: orthogonalize([[1.0]]), TypeError, "x must be a floating-point tensor, got list"),
-        (lambda: orthogonalize(torch.ones(2, 2, dtype=torch.int64)), TypeError, "got torch.int64"),
         (lambda: orthogonalize(torch.ones(2, 2, dtype=torch.complex64)), TypeError, "got torch.complex64"),
         (lambda: orthogonalize(torch.ones(4)), ValueError, "two or more dimensions"),
         (lambda: orthogonalize(torch.ones(2, 2), method="fast"), ValueError, "method='fast' is unknown; use"),
-        (
-            lambda: orthogonalize(torch.ones(2, 2), backend="cuda"),
-            ValueError,
-            "backend='cuda' is unknown; use",
-        ),
-        (lambda: orthogonalize(torch.ones(2, 2), dtype=torch.int8), TypeError, "dtype=torch.int8"),
-        (lambda: orthogonalize(torch.ones(2, 2), eps=-1.0), ValueError, "eps=-1.0"),
         (lambda: orthogonalize(torch.ones(2, 2), eps=float("nan")), ValueError, "eps=nan"),
         (
             lambda: orthogonalize(torch.ones(2, 2), method="standard", restarts=(2,)),

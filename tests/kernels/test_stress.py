@@ -25,8 +25,7 @@ def batches() -> list[Batch]:
 
 @pytest.mark.pitfall("P61")
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("backend", ["torch", "split"])
-@pytest.mark.parametrize("method", ["auto", "gram"])
+@pytest.mark.parametrize(("backend", "method"), [("torch", "auto"), ("split", "gram")])
 def test_default_fp16_path_holds_on_the_stress_set(batches, preset, backend, method):
     """σmax at most 0.06 above what exact arithmetic gives; directions above 1e-3 are not lost; no NaN.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,13 +51,9 @@ def changed(old: str, new: str) -> str:
     "rule",
     [
         changed('"""How fast it goes."""', '"""Speed."""'),
-        changed('    """Of ``x``, at most ``most()``."""\n', ""),
-        changed("  # measured", ""),
         changed("    # The smaller one.\n", ""),
-        "# A licence.\n" + RULE,
         changed("from .limits import most", "from .bounds import most"),
         changed("import math\n\nfrom .limits import most", "from .limits import most\n\nimport math"),
-        changed('["speed"]', '["_FACTOR", "speed"]'),
         changed("x: float, y: float = 1.0)", "\n    x: float,\n    y: float = 1.0,\n)"),
     ],
 )
@@ -67,18 +62,11 @@ def test_words_layout_and_names_of_files_leave_the_digest(rule: str) -> None:
 
 
 @pytest.mark.pitfall("P81")
-def test_the_order_of_files_leaves_the_digest() -> None:
-    assert device_keys.code_digest([LIMITS, RULE]) == device_keys.code_digest([RULE, LIMITS])
-
-
-@pytest.mark.pitfall("P81")
 @pytest.mark.parametrize(
     "rule",
     [
         changed("2.5", "2.25"),
-        changed("= 1.0", "= 1"),
         changed("_FACTOR * math.sqrt(x) + y", "_FACTOR * (math.sqrt(x) + y)"),
-        changed("min(", "max("),
         changed("import math\n", "import cmath as math\n"),
         changed("def speed", "@cache\ndef speed"),
     ],
@@ -95,30 +83,6 @@ def test_the_key_holds_the_digest_of_the_kernels() -> None:
     key = device_keys.device_key(torch.device("cpu"), device_keys.NsOptions())
     assert key.kernels == device_keys.code_digest(sources)
     assert key.threads == torch.get_num_threads()
-
-
-def test_the_key_of_a_gpu_names_what_makes_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs of a CPU do not depend on it."""
-    versions = {"triton": "3.6.0", "quack-kernels": "0.6.5", "torch": "2.13.0"}
-
-    def version(name: str) -> str:
-        if name not in versions:
-            raise device_keys.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(device_keys.metadata, "version", version)
-    properties = SimpleNamespace(name="Device X", multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    device_keys._compilers.cache_clear()
-    try:
-        options = device_keys.NsOptions(dtype=torch.float16)
-        assert device_keys.device_key(torch.device("cuda", 0), options).compilers == "triton 3.6.0, quack-kernels 0.6.5"
-        assert device_keys.device_key(torch.device("cpu"), options).compilers == ""
-        versions.clear()
-        device_keys._compilers.cache_clear()
-        assert device_keys.device_key(torch.device("cuda", 0), options).compilers == ""
-    finally:
-        device_keys._compilers.cache_clear()
 
 
 def profiles() -> list[tuple[str, device_keys.CacheKey]]:

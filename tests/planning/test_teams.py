@@ -10,7 +10,7 @@ import torch
 from dmuon.planning.cost_cache import NsOptions
 from dmuon.planning.cost_lookup import FoundCosts
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.planning.strategies import Choice, Link, choose, place
+from dmuon.planning.strategies import Choice, Link, choose
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions
 from dmuon.solver import plan as solve
 
@@ -72,20 +72,3 @@ def test_ranks_with_work_of_other_domains_are_in_no_team() -> None:
     huge = [matrix("huge", (4096, 14336))]
     choices, rest, _ = chosen(huge, 4, NVLINK, [5 * 10**6, 5 * 10**6, 0, 0])
     assert choices["huge"].team == (2, 3) and rest is None
-
-
-@pytest.mark.parametrize("count", [8, 16])
-def test_what_owners_share_evenly_stays_with_them(count: int) -> None:
-    choices, _, ways = chosen([matrix(str(i), (1024, 4096)) for i in range(count)], 8, NVLINK)
-    assert not choices and ways["owner"] <= ways["sharded"]
-
-
-def test_one_matrix_more_than_ranks_is_of_all_of_them() -> None:
-    choices, _, _ = chosen([matrix(f"{i:02}", (4096, 14336)) for i in range(9)], 8, NVLINK)
-    assert [(name, choice.team) for name, choice in choices.items()] == [("00", ())]
-
-
-def test_teams_begin_at_multiples_of_their_size_where_work_ends_first() -> None:
-    teams, ends = place([(1, 5.0), (2, 3.0), (1, 4.0), (2, 6.0)], [0, 0, 0, 0, 7])
-    assert teams == [(2,), (2, 3), (3,), (0, 1)]
-    assert ends == [6, 6, 8, 7, 7]

@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from dmuon.platform.streams import group_options
 from dmuon.platform.torch_private import in_one_launch
-
-
-class Options:
-    """As ``ProcessGroupNCCL.Options``."""
-
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self._timeout = timedelta(minutes=10)
-
-
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-
-
-@pytest.mark.usefixtures("nccl")
-@pytest.mark.parametrize(("is_first", "timeout"), [(False, timedelta(minutes=30)), (True, timedelta(seconds=7))])
-def test_options_are_what_is_asked_for(is_first: bool, timeout: timedelta) -> None:
-    """With another timeout than the group's torch warns, once for each group."""
-    options: Any = group_options("cuda", is_first, timeout)
-    assert (options.is_high_priority_stream, options._timeout) == (is_first, timeout)
-
-
-def test_other_back_ends_have_none() -> None:
-    assert group_options("cpu", True, timedelta(seconds=7)) is None
 
 
 class Group:

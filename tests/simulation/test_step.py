@@ -105,34 +105,3 @@ def test_without_communication_a_step_is_its_computation() -> None:
 def test_two_reductions_may_be_on_their_way() -> None:
     # Backward ends at 50 + 20 + …: b3's reduction starts at 60, each takes 50 and they follow one another.
     assert simulation.step_s("dedicated", case(0, 1, 0, 1)) == pytest.approx(40 + 20 + 4 * 50 + 14)
-
-
-def test_the_table_of_messages_by_hand() -> None:
-    """Two blocks of a matrix of 16 elements, on ranks 0 and 3 of two replicas of two shards."""
-    found = simulation.messages("dedicated", case(0, 3, world=4, replicate=2))
-    assert found == [
-        simulation.Message(purpose, i, group, kind, 16.0 * itemsize)
-        for i in (0, 1)
-        for purpose, group, kind, itemsize in (
-            ("fill", "shard", "broadcast", 2),
-            ("reduce", "shard", "reduce", 4),
-            ("replicas", "replicate", "reduce", 4),
-            ("publish", "replicate", "broadcast", 2),
-        )
-    ]
-    exchanged = [message for message in simulation.messages("exchanged", TWO) if message.block is None]
-    assert exchanged == [
-        simulation.Message("parts", None, "replica", "all_to_all", 16.0 * 2),
-        simulation.Message("updates", None, "replica", "all_to_all", 16.0 * 2),
-        simulation.Message("norms", None, "replica", "all_reduce", 2 * 8),
-    ]
-
-
-@pytest.mark.usefixtures("network")
-def test_contention_is_of_owners_alone() -> None:
-    slowed = replace(TWO, contention=0.1)
-    assert simulation.step_s("adamw", slowed) == simulation.step_s("adamw", TWO)
-    # Beside 3 s of b1's fill, 3 of b0's refill and 5 of b1's reduction behind that.
-    assert simulation.step_s("dedicated", slowed) == pytest.approx(
-        simulation.step_s("dedicated", TWO) + 0.1 * (3 + 3 + 5)
-    )

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon.kernels import choose_variant, coefficient_sequence
-from dmuon.kernels import variant as variant_module
 from dmuon.kernels.variant import relative_cost
 from dmuon.tools.hardware import HARDWARE, wave_costs
 
@@ -39,26 +38,6 @@ def test_one_tile_after_the_other_takes_as_long_as_the_operations_that_the_kerne
     assert 0.5 / 0.75 <= table.costs[shape][1] / (1e9 * seconds) <= 1 / 0.75
 
 
-@pytest.mark.parametrize("name", sorted(DEVICES))
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_rule_is_that_of_a_device_that_is_here(monkeypatch, name, dtype):
-    class Properties:
-        multi_processor_count = DEVICES[name].sms
-
-    monkeypatch.setattr(variant_module, "products_on", lambda device, dtype: ("triton", ""))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    choose_variant.cache_clear()
-    try:
-        for shape in [(64, 64), (768, 3072), SQUARE, WIDE, (2048, 2048), (4096, 14336)]:
-            for k in (1, 4, 16):
-                squares = [coefficient_sequence("squares", 5)] * (dtype == torch.float16)  # bf16 is refused
-                for coefficients in (coefficient_sequence("polar_express", 5), *squares):
-                    case = shape, k, coefficients, dtype, torch.device("cuda")
-                    assert choose_variant(*case, multiprocessors=DEVICES[name].sms) == choose_variant(*case), (shape, k)
-    finally:
-        choose_variant.cache_clear()
-
-
 @given(device=devices, shape=shapes)
 @settings(max_examples=60, deadline=None)
 def test_a_batch_lies_between_its_arithmetic_and_its_matrices_one_by_one(device, shape):
@@ -67,18 +46,3 @@ def test_a_batch_lies_between_its_arithmetic_and_its_matrices_one_by_one(device,
     for k, ns in batches.items():
         least = 0.5 / 0.75 * 1e9 * k * flops(shape) / (device.peak_flops * device.matmul_efficiency)
         assert least <= ns <= k * batches[1]
-
-
-def test_a_table_has_the_batch_sizes_that_would_be_timed_and_says_that_it_is_estimated():
-    limits = {(64, 64): 1000, (256, 1024): 6, (512, 512): 1, (16384, 16384): 64}
-    table = wave_costs(H200, limits)
-    assert {shape: tuple(batches) for shape, batches in table.costs.items()} == {
-        (64, 64): (1, 2, 4, 8, 16, 32, 64),
-        (256, 1024): (1, 2, 4),
-        (512, 512): (1,),
-        (16384, 16384): (1,),
-    }
-    assert table.estimated == tuple(sorted(limits))
-    for batches in table.costs.values():
-        assert list(batches.values()) == sorted(batches.values())
-    assert wave_costs(H200, {}).costs == {}

@@ -33,13 +33,6 @@ def solve(options: SolveOptions = EXACT) -> Plan:
     return plan(make_matrices([1, 2]), 2, linear_costs(10, 7), options)
 
 
-def test_column_generation_closes_the_gap_that_the_envelope_leaves() -> None:
-    greedy, closed = solve(GREEDY), solve()
-    assert (greedy.bound_ns, greedy.makespan_ns) == (12, 14)
-    assert (closed.bound_ns, closed.makespan_ns) == (14, 14)
-    assert closed.reason == "proven within 0.00% of the optimum by column generation"
-
-
 @pytest.mark.usefixtures("lpt_alone")
 def test_patterns_find_what_lpt_misses() -> None:
     assert plan(*GRAHAM, SolveOptions(method="greedy")).makespan_ns == 11
@@ -58,12 +51,6 @@ def test_nothing_is_solved_when_the_envelope_already_proves_the_plan(monkeypatch
         greedy = solve(SolveOptions(method="greedy"))
     assert result.gap == 0.0
     assert greedy.gap > 0.1 and greedy.reason == "method 'greedy' runs no MILP"
-
-
-def test_auto_solves_no_pricing_problem_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "_LARGEST_KNAPSACK", 1)
-    assert "the MILP's pricing problem has 3 items: too many" in solve().reason
-    assert solve(SolveOptions(method="milp", gap_target=0.0)).gap == 0.0
 
 
 # What CBC may do instead of solving.
@@ -129,15 +116,7 @@ def test_patterns_refute_no_capacity_that_suffices_and_assign_every_matrix_withi
     assert result.bound_ns >= plan(*case, SolveOptions(method="greedy")).bound_ns
 
 
-def test_the_bound_sees_that_few_matrices_fit_a_rank() -> None:
-    # Five of 10 ns over 2 ranks: some rank holds three. With one of 11 ns beside them no fraction of a rank helps.
-    exact = SolveOptions(gap_target=0.0)
-    assert plan(make_matrices([5, 1]), 3, linear_costs(10, 11), SolveOptions(method="greedy")).bound_ns == 21
-    assert plan(make_matrices([5, 1]), 3, linear_costs(10, 11), exact).bound_ns >= 21
-    assert plan(make_matrices([0, 7]), 4, linear_costs(1, 10), exact).bound_ns == 20
-
-
-@pytest.mark.parametrize("ranks", [24, 64, 100, 1024])
+@pytest.mark.parametrize("ranks", [64, 1024])
 def test_large_worlds_are_proven_within_one_percent(ranks: int) -> None:
     matrices = decoder(40, *LLAMA_8B)
     result, greedy = (plan(matrices, ranks, wave_costs(matrices), SolveOptions(method=m)) for m in ("auto", "greedy"))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from instances import LimitedCase, exact_makespan, limited_problems, linear_costs, make_matrices
 
-from dmuon.solver import Infeasible, Matrix, Plan, Rank, SolveOptions, plan
+from dmuon.solver import Infeasible, Matrix, Plan, Rank, plan
 
 
 def check(result: Plan, ranks: list[Rank]) -> None:
@@ -64,14 +64,3 @@ def test_work_goes_where_the_ranks_can_take_it(
 def test_a_pool_that_no_rank_takes_is_named() -> None:
     with pytest.raises(Infeasible, match=r"matrix 'b0.s0.0': no rank takes pool ''; add it to the pools of a rank"):
         plan(make_matrices([4]), [Rank(0, pools=frozenset())], linear_costs(10))
-
-
-def test_byte_slack_trades_makespan_for_even_bytes() -> None:
-    # 100 ns on each of two ranks: one wide matrix against ten small ones. Levelling the bytes costs 30 ns.
-    found = {}
-    for slack, gap in ((0.5, 0.01), (0.5, 0.5), (0.0, 0.5)):
-        options = SolveOptions(method="greedy", byte_slack=slack, gap_target=gap)
-        result = plan(make_matrices([10, 1]), 2, linear_costs(10, 100), options)
-        found[slack, gap] = result.makespan_ns, max(result.rank_bytes)
-    even, uneven = (130, 7 * 64 * 64 * 4), (100, 10 * 64 * 64 * 4)
-    assert found == {(0.5, 0.01): uneven, (0.5, 0.5): even, (0.0, 0.5): uneven}, "a gap of 1 % comes first"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from instances import (
     ALMOST_FREE,
     BATCHED,
-    GRAHAM,
     LLAMA_8B,
     LLAMA_70B,
     STEEP,
@@ -93,19 +91,9 @@ PLANNED: dict[str, tuple[list[Matrix], int, CostTable, SolveOptions, dict[str, A
         make_matrices([16]), 4, shape_costs(dict.fromkeys((1, 2, 4, 8, 16), 1000)), STRICT,
         {"makespan_ns": 1000, "rank_matrices": (4, 4, 4, 4)},
     ),
-    "a search swaps its way out of the worst case of LPT": (*GRAHAM, STRICT, {"makespan_ns": 9}),
     # 2 more if each class is dealt out as if it were alone.
     "greedy counts what ranks have of other classes": (
         make_matrices([11, 9, 12]), 3, linear_costs(21, 23, 1), STRICT, {"makespan_ns": 151},
-    ),
-    "one rank owns everything": (
-        make_matrices([3, 2]), 1, linear_costs(10, 30), SolveOptions(),
-        {"rank_matrices": (5,), "makespan_ns": 90, "bound_ns": 90},
-    ),
-    # Two of a shape cost 100 or 90 ns in one batch; dealt out to both ranks, every rank pays 100 + 60.
-    "multifit where dealing out breaks batches": (
-        make_matrices([2, 2]), 2, shape_costs({1: 100, 2: 100}, {1: 60, 2: 90}), GREEDY,
-        {"makespan_ns": 100, "stage": "multifit"},
     ),
     "local search where every start falls short, at 186 ns": (
         make_matrices([3, 3, 1]), 2, shape_costs({1: 60, 2: 66}, {1: 60, 2: 90}, {1: 60, 2: 60}), GREEDY,
@@ -116,7 +104,6 @@ PLANNED: dict[str, tuple[list[Matrix], int, CostTable, SolveOptions, dict[str, A
         {"makespan_ns": 180, "rank_bytes": (64 * 256 * 4, 2 * 64 * 64 * 4)},
     ),
     # What runs stacks matrices as they are stored: two wide ones are a batch, a wide and a tall one are two.
-    "matrices of one shape share a batch": ([WIDE, replace(WIDE, name="too")], 1, PAIR, GREEDY, {"makespan_ns": 110}),
     "matrices that are stored transposed share none": ([WIDE, TALL], 1, PAIR, GREEDY, {"makespan_ns": 200}),
 }  # fmt: skip
 
@@ -129,17 +116,10 @@ def test_a_plan_is_as_worked_out_by_hand(name: str) -> None:
     assert {field: getattr(result, field) for field in expected} == expected
 
 
-def test_a_block_with_one_matrix_per_rank_is_spread_over_all_ranks() -> None:
-    result = plan(make_matrices([32], blocks=8), 4, linear_costs(10))
-    for block, (largest, least) in result.block_balance.items():
-        assert largest == least == 64 * 64 * 4, block
-
-
 @pytest.mark.parametrize("ranks", [8, 64])
-@pytest.mark.parametrize("sides", [(32, *LLAMA_8B), (28, 3584, 512, 18944)])
-def test_a_decoder_is_spread_as_far_as_its_matrices_allow(sides: tuple[int, int, int, int], ranks: int) -> None:
+def test_a_decoder_is_spread_as_far_as_its_matrices_allow(ranks: int) -> None:
     """Of each block the largest owner has an even share, or one matrix."""
-    matrices = decoder(*sides)
+    matrices = decoder(32, *LLAMA_8B)
     result = plan(matrices, ranks, CostTable.from_flops({m.shape for m in matrices}), GREEDY)
     for block, (largest, _) in result.block_balance.items():
         sizes = [m.nbytes for m in matrices if m.block == block]
@@ -175,11 +155,6 @@ def test_no_rank_has_more_matrices_than_it_must(
         ([], 2, "no matrix to plan for"),
         (make_matrices([4]), 2, "many days"),  # a cost that would overflow
         (make_matrices([1]), 0, "at least one rank, got 0"),
-        (make_matrices([1]), -1, "at least one rank"),
-        (make_matrices([1]), 1.5, "integer or a sequence of Rank"),
-        (make_matrices([1]), [0, 1], "sequence of Rank, got one with 0"),
-        (make_matrices([1]), "ab", "sequence of Rank, got one with 'a'"),
-        (["w"], 2, "matrices must be dmuon.solver.Matrix, got 'w'"),
         (make_matrices([1]), [Rank(0), Rank(2)], r"0 … 1, each once, got \[0, 2\]"),
         (make_matrices([1]) * 2, 2, "'b0.s0.0' is listed twice"),
         (make_matrices([1, 1]), 2, r"no cost for shape \(64, 256\)"),
@@ -190,11 +165,6 @@ def test_problems_without_an_answer_are_refused(matrices: list[Matrix], ranks: i
         plan(matrices, ranks, linear_costs(2**61 if says == "many days" else 1))
 
 
-def test_a_matrix_and_its_transpose_are_one_shape_of_fp32_bytes() -> None:
-    assert Matrix("w", 8, 2, "b").shape == Matrix("v", 2, 8, "b").shape == (2, 8)
-    assert Matrix("w", 8, 2, "b").nbytes == 64
-
-
 NEEDED = {Matrix: {"name": "w", "rows": 4, "cols": 2, "block": "b"}, SolveOptions: {}, Rank: {"index": 0}}
 
 
@@ -202,30 +172,10 @@ NEEDED = {Matrix: {"name": "w", "rows": 4, "cols": 2, "block": "b"}, SolveOption
     ("kind", "fields", "says"),
     [
         (Matrix, {"rows": 0}, "'w': rows must be an integer of at least 1, got 0"),
-        (Matrix, {"cols": 2.0}, "'w': cols must be an integer"),
-        (Matrix, {"nbytes": -1}, "'w': nbytes must be an integer of at least 0"),
-        (Matrix, {"name": ""}, "non-empty string"),
-        (Matrix, {"block": None}, "'w': block must be a string"),
-        (Matrix, {"pool": 3}, "'w': pool must be a string, got 3"),
         (SolveOptions, {"method": "exact"}, "one of auto, milp, greedy, got 'exact'"),
-        (SolveOptions, {"gap_target": 1.0}, r"gap_target must be in \[0, 1\)"),
         (SolveOptions, {"gap_target": float("nan")}, "gap_target"),
-        (SolveOptions, {"time_limit_s": 0}, "time_limit_s must be a positive number"),
-        (SolveOptions, {"time_limit_s": float("inf")}, "time_limit_s"),
-        (SolveOptions, {"search_space_threshold": 500}, "search_space_threshold=500: was removed: the search does not"),
-        (
-            SolveOptions,
-            {"backend": "highs"},
-            "backend='highs': was removed: the CBC that PuLP brings",
-        ),
         (SolveOptions, {"spread_cap": 1.5}, "spread_cap=1.5: was removed: every block is spread"),
-        (SolveOptions, {"byte_slack": -0.1}, r"byte_slack must be in \[0, 1\)"),
-        (Rank, {"index": -1}, "index must be an integer of at least 0, got -1"),
-        (Rank, {"node": 1.5}, "node must be an integer"),
         (Rank, {"speed": 0}, "rank 0: speed must be from 0.001 to 1000, got 0"),
-        (Rank, {"speed": float("nan")}, "speed must be"),
-        (Rank, {"memory": 2**40}, r"memory=\d+: was removed: SolveOptions\(byte_slack=…\) evens what ranks hold"),
-        (Rank, {"pools": {"a"}}, "rank 0: pools must be None or a frozenset"),
     ],
 )
 def test_impossible_fields_are_refused(kind: Any, fields: dict[str, object], says: str) -> None:
@@ -248,7 +198,6 @@ LLAMA = decoder(40, *LLAMA_8B)
 SEVERAL: dict[str, Case] = {
     "heuristic": (make_matrices([9, 7, 5]), 4, linear_costs(70, 110, 130)),
     "column generation": (LLAMA, 64, wave_costs(LLAMA)),
-    "batched": (make_matrices([23, 17, 11], blocks=6), 7, BATCHED),
     "many ranks": (make_matrices([93, 71, 55], blocks=30), 40, BATCHED),
 }
 
@@ -265,7 +214,7 @@ def test_small_milps_never_run_to_the_time_limit() -> None:
     """Told to take one thread, CBC waited for it until the limit in one of five solves of this very model."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        for _ in range(8):
+        for _ in range(3):
             assert plan(make_matrices([7, 5, 3], blocks=3), 3, STEEP).gap <= 0.01
 
 
@@ -298,12 +247,6 @@ def test_ranks_keep_what_they_own_and_trade_labels_with_their_like(task: Task) -
     pairs = {(owners[name], labels[name]) for name in owners}
     assert len({old for old, _ in pairs}) == len({new for _, new in pairs}) == len(pairs)
     assert all(ranks[old].speed == ranks[new].speed for old, new in pairs)
-
-
-@pytest.mark.parametrize("ranks", [grid(1, 8), grid(8, 1), grid(1, 1)])
-def test_one_node_or_one_lane_leaves_the_labels_as_they_are(ranks: list[Rank]) -> None:
-    owners = {f"{i}": i % len(ranks) for i in range(30)}
-    assert xor_labels(owners, ranks) == owners
 
 
 def test_consecutive_owners_go_to_other_nodes_and_lanes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.inside import buckets_of
-from harness.network import Block, Network, Size, full_state, loss_of
+from harness.network import Block, Network, Size, loss_of
 from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import SIZE, VOCAB, batch, build
 from torch import Tensor
@@ -56,7 +55,7 @@ class Program:
     second_moment: str | None = None
     nccl: bool = False
     graphs: int = 0
-    model: Literal["toy", "single", "auxiliary", "experts", "branches", "towers"] = "toy"
+    model: Literal["toy", "single", "auxiliary", "branches", "towers"] = "toy"
     optimizers: int = 1
     bucket: int | None = None
     comm: dict[str, Any] = field(default_factory=dict)
@@ -79,25 +78,6 @@ class Single(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mix(x)
-
-
-class Experts(nn.Module):
-    """A block of two fused matrices for each of three experts, by turns, and of one more for each."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.num_experts = 3
-        self.up = nn.Parameter(torch.randn(3, size.width, size.width) / 4)
-        self.down = nn.Parameter(torch.randn(3, size.width, size.width + 3) / 4)
-        self.mix = nn.Linear(size.width, size.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.cat([x, x[..., :3]], -1)
-        return (
-            x
-            + self.mix(x)
-            + sum(torch.tanh(x @ u) + torch.tanh(wide @ d.T) for u, d in zip(self.up, self.down, strict=True))
-        )
 
 
 class Auxiliary(Network):
@@ -196,7 +176,6 @@ MODELS: dict[str, Callable[[], Network]] = {
     "toy": lambda: build(layers=LAYERS),
     "single": lambda: build(layers=LAYERS, block=Single),
     "auxiliary": Auxiliary,
-    "experts": lambda: build(layers=LAYERS, block=Experts),
     "branches": lambda: build(layers=LAYERS, block=Branches),
     "towers": Towers,
 }
@@ -209,14 +188,12 @@ class Findings:
     Attributes:
         waits: of the host for the device, by where, for each action.
         before_training: how many collectives of the journal belong to setting up.
-        weights: in the end, of the first model.
     """
 
     races: Counter[Race]
     waits: list[tuple[str, Counter[Site]]]
     journal: list[Launched]
     before_training: int
-    weights: dict[str, Tensor]
 
 
 @dataclass
@@ -259,24 +236,6 @@ def _accumulate(trained: Trained) -> None:
         trained.loss().backward()
 
 
-def _accumulate_in_rows(trained: Trained) -> None:
-    dmuon.set_requires_all_reduce(trained.model, False)
-    trained.loss().backward()
-    dmuon.set_requires_all_reduce(trained.model, True)
-
-
-def _edit_gradients(trained: Trained) -> None:
-    for param in trained.model.parameters():
-        if param.grad is not None:
-            param.grad.mul_(0.5)
-
-
-def _rebuild(trained: Trained) -> None:
-    """Another optimizer in the place of one with gradients."""
-    trained.optimizer = trained.laid.optimizer(overlap_backward=True)
-    gc.collect()
-
-
 def _evaluate(trained: Trained) -> None:
     with torch.no_grad():
         trained.loss()
@@ -289,21 +248,8 @@ def _summon(trained: Trained) -> None:
                 param.data.mul_(0.99)
 
 
-def _edit(trained: Trained) -> None:
-    with torch.no_grad():
-        for param in dmuon.owned_parameters(trained.model):
-            param.mul_(0.99)
-
-
 def _save(trained: Trained) -> None:
     trained.saved = {"model": trained.model.state_dict(), "optimizer": trained.optimizer.state_dict()}
-
-
-def _save_alone(trained: Trained) -> None:
-    """Inside of ``summon_full_params`` the modules hold whole weights, and one rank may read them alone."""
-    with dmuon.summon_full_params(trained.model, writeback=False):
-        if dist.get_rank() == 0:
-            trained.model.state_dict()
 
 
 def _load(trained: Trained) -> None:
@@ -311,46 +257,17 @@ def _load(trained: Trained) -> None:
     trained.optimizer.load_state_dict(trained.saved["optimizer"])
 
 
-def _regroup(trained: Trained) -> None:
-    """A new group between backward and step, so that the step lays everything out anew."""
-    spare = nn.Parameter(torch.ones(3))
-    trained.optimizer.add_param_group({"params": [spare], "use_muon": False})
-
-
-def _fail(trained: Trained) -> None:
-    """A backward that raises on all ranks, after most of it has run."""
-    handle = trained.laid.network.blocks[0].register_full_backward_pre_hook(_raise)
-    try:
-        trained.loss().backward()
-    except ArithmeticError:
-        return
-    finally:
-        handle.remove()
-    raise AssertionError("the backward did not raise")
-
-
-def _raise(_module: nn.Module, _grad: Any) -> None:
-    raise ArithmeticError
-
-
 ACTIONS: dict[str, Callable[[Trained], Any]] = {
     "backward": _backward,
     "accumulate": _accumulate,
-    "accumulate-in-rows": _accumulate_in_rows,
     "step": lambda trained: trained.optimizer.step(),
     "zero": lambda trained: trained.optimizer.zero_grad(),
     "zero-model": lambda trained: trained.model.zero_grad(),
     "clip": lambda trained: dmuon.clip_grad_norm_(trained.model.parameters(), 1e-3),
-    "edit-gradients": _edit_gradients,
-    "rebuild": _rebuild,
     "evaluate": _evaluate,
     "summon": _summon,
-    "edit": _edit,
     "save": _save,
-    "save-alone": _save_alone,
     "load": _load,
-    "regroup": _regroup,
-    "fail": _fail,
 }
 
 
@@ -396,8 +313,7 @@ def run(_rank: int, _world: int, program: Program, plant: Plant | None = None) -
                     ACTIONS[name](trained)
             waits.append((action, Counter(observer.module.waits)))
             observer.module.waits.clear()
-    weights = full_state(all_trained[0].laid.network)
-    return Findings(observer.memory.races, waits, collectives.journal, before_training, weights)
+    return Findings(observer.memory.races, waits, collectives.journal, before_training)
 
 
 def _made(program: Program) -> Trained:
@@ -433,45 +349,26 @@ PROGRAMS: dict[str, Program] = {
     "single": Program("hsdp-two-lines", f"{T} {T} backward step step {T}", model="single"),
     "fsdp exchanged": Program("fsdp2-2", f"{T} {T}"),
     "fsdp exchanged half": Program("fsdp2-2", f"{T} {T}", ns_dtype=torch.float16),
-    "fsdp replicated": Program("fsdp2-2", f"{T} {T}", strategy="replicated"),
     "fsdp rows": Program("fsdp2-2", f"{T} {T}", second_moment="row"),
     "fsdp full_replication": Program("fsdp2-2", f"{T} {T}", ns_dtype=torch.float16, strategy="full_replication"),
     "fsdp fused": Program("fsdp2-2", f"{T} {T}", strategy="fused"),
     "fsdp sharded": Program("fsdp2-2", f"{T} {T}", strategy="sharded"),
-    "hsdp sharded": Program("fsdp2-hsdp", f"{T} {T}", ns_dtype=torch.float16, strategy="sharded"),
-    "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),
     "far ahead": Program("1d-two-lines", f"{T} accumulate {T}", half=True, comm={"prefetch": 2}),
-    "not ahead": Program("1d-two-lines", f"accumulate accumulate {T} edit {T}", comm={"prefetch": 0}),
     "merged": Program("hsdp-two-lines", f"{T} summon {T} backward clip step summon {T}", comm={"merge_bytes": 10**6}),
-    "kept rows": Program("hsdp-two-lines", f"{T} accumulate-in-rows accumulate-in-rows {T} {T}", keep=True, nccl=True),
     "hsdp overlap": Program("hsdp-two-lines", f"{T} {T}", overlap=True),
     "ddp": Program("ddp-2", f"{T} {T} step {T}", keep=True),
     "tensor fsdp": Program("tp-fsdp", f"{T} {T}"),
     "clipped overlap": Program("1d-two-lines", f"{T} backward clip step zero {T}", overlap=True),
-    "edited gradients": Program("1d-two-lines", f"{T} backward edit-gradients step zero {T}", overlap=True),
     "loaded early": Program("1d-two-lines", f"{T} save backward load step zero {T}", overlap=True),
-    "rebuilt": Program("1d-two-lines", f"{T} backward rebuild step zero {T}", overlap=True),
-    "two backwards": Program("1d-two-lines", f"{T} backward backward step zero {T}", overlap=True),
-    "saved": Program("1d-two-lines", f"{T} save {T} load {T}"),
     "dropped": Program("1d-two-lines", f"{T} save backward zero load {T}", overlap=True),
     "evaluated beside": Program("1d-two-lines", f"{T} {T} evaluate@side backward step@side zero {T}"),
     "single beside": Program("hsdp-two-lines", f"{T} {T} evaluate@side {T}", model="single"),
-    "failed": Program("1d-two-lines", f"{T} {T} fail {T}", bucket=1000),
     "auxiliary": Program("1d-two-lines", f"{T} {T} {T} {T}", model="auxiliary", bucket=1000),
-    "experts": Program("1d-two-lines", f"{T} {T} {T}", model="experts", overlap=True),
-    "experts exchanged": Program("fsdp2-2", f"{T} {T}", model="experts"),
     "branches": Program("1d-two-lines", f"{T} {T}", model="branches"),
-    "branches of copies": Program("ddp-2", f"{T} {T}", model="branches", bucket=1000),
     "towers": Program("1d-two-lines", f"{T} {T}", keep=True, model="towers", comm={"merge_bytes": 10**6}),
-    "saved alone": Program(
-        "1d-two-lines", f"backward save-alone step zero {T} {T} {T}", model="auxiliary", bucket=1000
-    ),
     "two optimizers": Program("1d-two-lines", f"{T} {T}", overlap=True, graphs=32, optimizers=2),
     "dropped graphs": Program("1d-two-lines", f"backward clip step zero {T}", overlap=True, graphs=1),
-    "regrouped": Program("1d-two-lines", f"backward regroup step zero {T}", overlap=True, graphs=32),
     "hsdp exchanged": Program("fsdp2-hsdp", f"{T} {T}", nccl=True),
     "ddp exchanged": Program("ddp", f"{T} {T}"),
-    "fsdp tensor exchanged": Program("fsdp2-tp", f"{T} {T}"),
     "functions": Program(None, f"{T} {T}"),
-    "groups exchanged": Program("cp-groups", f"{T} {T}"),
 }

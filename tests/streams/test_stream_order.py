@@ -6,85 +6,33 @@ fails its test: whoever mends a defect deletes it.
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import combinations, pairwise
-from typing import Any
-from unittest import mock
+from itertools import combinations
 
 import pytest
-from harness.assertions import assert_equal_weights
-from harness.on_ranks import on_ranks, slowly
-from harness.oracle import reference_weights
+from harness.on_ranks import slowly
 from harness.pool import RankPool
-from harness.topologies import lay
-from harness.toy import build
 
-from dmuon.dedicated.gradients import GradReduction
-from streams import clock, plants
+from streams import plants
 from streams.clock import Site
-from streams.collectives import Collectives, Launched
-from streams.observer import Observer, functions_of
+from streams.collectives import Launched
 from streams.plants import Plant
-from streams.programs import LAYERS, PROGRAMS, Findings, Program, run
+from streams.programs import PROGRAMS, Findings, Program, run
 
 TIMEOUT = 110.0
 QUICK_PROGRAMS = ("lines", "overlap", "uneven", "fsdp exchanged")
-
-# -- who asks whether a device has streams -----------------------------------------------------------------------------
-
-COMPUTES = "how the CPU computes, or how much memory it takes"
-OPTION = "an option that is a tensor is read where no device is waited for"
-ASKS_FOR_THE_CPU = {
-    "streams_of": "everybody else asks this one about order",
-    "mesh_device": "which device it is",
-    "_on_device_of": "which device it is",
-    "_unshard_behind": "FSDP2 has streams of its own",
-    "Muon.step": "tensors lie in memory that the C library keeps",
-    "_largest_piece": COMPUTES,
-    "sliced_variant": COMPUTES,
-    "_usual_backend": COMPUTES,
-    "backend_fault": COMPUTES,
-    "choose_variant": COMPUTES,
-    "carrier_dtype": COMPUTES,
-    "storage_dtype": COMPUTES,
-    "_fused": COMPUTES,
-    "_zeros": "which memory a device copies from",
-    "Batch.on_host": "which memory a device copies from",
-    "triton_fault": COMPUTES,
-    "_described": OPTION,
-    "check_options": OPTION,
-}
-
-
-def test_one_function_says_whether_a_device_has_streams() -> None:
-    """Whoever compares a device with the CPU to know what has ended goes another way here than on an accelerator."""
-    found = set()
-    for path in plants.sources():
-        for node, function in functions_of(path):
-            compared = [n for n in ast.walk(node) if isinstance(n, ast.Compare)]
-            if any(
-                isinstance(c, ast.Constant) and c.value == "cpu" for n in compared for c in (n.left, *n.comparators)
-            ):
-                found.add(function)
-    assert found == ASKS_FOR_THE_CPU.keys()
-
 
 # -- races ------------------------------------------------------------------------------------------------------------
 
 Pair = tuple[str, str, str]  # kind, function of the earlier access, function of the later one
 
 EARLY = "by design: an early update may read what changes meanwhile; then it is dropped, by version counters"
-GONE = "by design: nobody takes the early updates of an optimizer that is gone, whatever they read"
 ALLOWED: dict[str, dict[Pair, str]] = {
     "clipped overlap": {("memory", "_stacked", "clip_grad_norm_"): EARLY},
     "dropped graphs": {("memory", "_stacked", "clip_grad_norm_"): EARLY},
-    "edited gradients": {("memory", "_stacked", "_run"): EARLY},
     "loaded early": {("memory", "EarlyUpdates._start", "_store"): EARLY},
-    "rebuilt": {("reuse", "EarlyUpdates._start", "_zeros"): GONE},
-    "two backwards": {("memory", "_stacked", "OwnedMatrix.set_grad"): EARLY},
 }
 
 
@@ -110,16 +58,13 @@ AGREES = Counter(  # on what is averaged, behind the first backward
 )
 WAITS = {True: {"backward": LAST_VOTE}, False: {"step": VOTE}}
 # Whose step reads what the device has computed of gradients in the step before.
-COPIES = ("cp-groups", "ddp", "fsdp2-hsdp", "fsdp2-tp")
-TRAINING = ("accumulate", "backward", "clip", "evaluate", "regroup", "step", "zero", "zero-model")
+COPIES = ("ddp", "fsdp2-hsdp")
+TRAINING = ("accumulate", "backward", "clip", "evaluate", "step", "zero", "zero-model")
 SAVED = "a state dict compares, and waits for, what the next backward would wait for"
 WAITS_BY_DESIGN = {
     "loaded early": SAVED,
-    "saved": SAVED,
     "dropped": SAVED,
-    "in turn": "asynchronous=False waits for every collective",
     "auxiliary": "where a rank has no gradient, it waits for the vote on whether another one has",
-    "saved alone": "as before",
     "functions": "ranks agree on what a user's function gave for the first time",
 }
 
@@ -193,22 +138,6 @@ def test_operations_and_collectives_are_in_order(seen: Callable[[str], list[Find
         assert_waits(program, findings)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "uneven",
-        *slowly("hsdp overlap", "two optimizers", "hsdp exchanged", "ddp exchanged"),
-    ],
-)
-def test_weights_on_pretended_streams_are_those_of_a_single_process(
-    seen: Callable[[str], list[Findings]], name: str
-) -> None:
-    """The ways of an accelerator, NCCL's transports among them, compute what one process does."""
-    steps = PROGRAMS[name].actions.split().count("step")
-    for found in seen(name):
-        assert_equal_weights(found.weights, reference_weights(steps=steps, layers=LAYERS))
-
-
 @pytest.mark.parametrize("name", ["lines", *slowly("tensor fsdp", "hsdp exchanged")])
 def test_communicators_are_first_used_when_they_are_made(seen: Callable[[str], list[Findings]], name: str) -> None:
     """A back end connects on first use, which blocks the host until the other ranks come.
@@ -227,51 +156,6 @@ def test_communicators_are_first_used_when_they_are_made(seen: Callable[[str], l
             first = next(i for i, entry in enumerate(training) if entry.communicator[0] == average)
             assert sites[first] == "GradAverager._difference" and first > vote
             assert "_Bucket.__init__" not in sites[:first]
-
-
-def test_averages_leave_behind_all_reductions_of_a_backward(seen: Callable[[str], list[Findings]]) -> None:
-    """Also where some rank lacks gradients of the first bucket."""
-    for found in seen("auxiliary"):
-        sites = [entry.site for entry in found.journal[found.before_training :]]
-        votes = [i for i, site in enumerate(sites) if site == "Vote.__init__"]
-        assert len(votes) == PROGRAMS["auxiliary"].actions.split().count("backward") + 1, "the first one votes twice"
-        for begin, end in pairwise(votes[1:]):
-            of_backward = sites[begin:end]
-            first = of_backward.index("_Bucket.__init__")
-            assert not any(site.startswith("GradReduction") for site in of_backward[first:])
-
-
-# -- overlap ----------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(4)
-def test_a_reduction_is_awaited_without_those_behind_it(rank: int, world: int) -> None:
-    """Otherwise two at once would buy no overlap of the first stage.
-
-    What its row had queued when it started, and what is known to have ended when it has ended, are the same.
-    """
-    observer = Observer()
-    collectives = Collectives(observer)
-    queued: dict[int, int] = {}
-    found: list[tuple[int, int]] = []
-    begin, end = GradReduction.__init__, GradReduction.finish
-
-    def row_of(buffer: Any) -> clock.Stream:
-        return collectives.kernels[buffer.comm.row.gradients.group.group_name]
-
-    def beginning(self: GradReduction, buffer: Any, *others: Any) -> None:
-        begin(self, buffer, *others)
-        queued[id(self)] = row_of(buffer).ticks
-
-    def ending(self: GradReduction) -> Any:
-        result = end(self)
-        found.append((queued[id(self)], observer.queue.known.get(row_of(self.buffer), 0)))
-        return result
-
-    with mock.patch.multiple(GradReduction, __init__=beginning, finish=ending), collectives.entered(), observer:
-        laid = lay("hsdp-two-lines", build(layers=4))
-        laid.train(laid.optimizer(), range(2))
-    assert found and all(ended == queued for queued, ended in found)
 
 
 # -- planted bugs -----------------------------------------------------------------------------------------------------

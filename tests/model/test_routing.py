@@ -211,6 +211,13 @@ MORE_ENDS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         ),
         {},
     ),
+    "stages of a pipeline, of which one has the head": (
+        lambda: nn.ModuleList([node(layers=stack(Small)), node(layers=stack(Small), head=linear(D, V))]),
+        {"1.head.weight": "output"},
+    ),
+    "a list of experts with routers": (
+        lambda: stack(lambda: node(router=linear(D, 3), up=linear(D, H), down=linear(H))), {},
+    ),
     "a decoder that joins layers of other widths": (
         lambda: node(h=stack(lambda: node(a=nn.Conv2d(3 * D, D, 3), b=nn.Conv2d(D, D, 3))), out=nn.Conv2d(D, 3, 3)),
         {},

@@ -65,7 +65,8 @@ _FRAMEWORKS = (
 )
 _WRAPPER_REMEDY = (
     "DistributedDataParallel is not needed around a dedicated model, whose gradients dmuon averages: "
-    f"{_FRAMEWORKS}; to read whole weights use `with dmuon.summon_full_params(model):`"
+    f"{_FRAMEWORKS}; pipelines take GPipe, 1F1B or Interleaved1F1B, not zero bubbles, which split backward; "
+    "to read whole weights use `with dmuon.summon_full_params(model):`"
 )
 _CONVERSIONS = ("_to_copy", "empty_like")  # what Module.to(…), .half(), .cuda() and .to_empty(…) call
 _CONVERSION_REMEDY = (
@@ -77,7 +78,7 @@ _NUMBER_REMEDY = f"take norm(), which all ranks have together, and is not finite
 _REMEDIES = {
     **dict.fromkeys(_CONVERSIONS, _CONVERSION_REMEDY),
     **dict.fromkeys(_NUMBERS, _NUMBER_REMEDY),
-    "view": _WRAPPER_REMEDY,  # DDP flattens parameters
+    "view": _WRAPPER_REMEDY,  # DDP flattens parameters; zero-bubble pipelines find nodes of the graph by it
 }
 
 

@@ -291,13 +291,17 @@ def find_end_layers(widths: Widths) -> dict[int, str]:
     return ends
 
 
-def find_ends_in_blocks(widths: Widths, tree: ModuleTree, blocks: Sequence[NamedModule]) -> dict[int, str]:
+def find_ends_in_blocks(
+    model: nn.Module, widths: Widths, tree: ModuleTree, blocks: Sequence[NamedModule]
+) -> dict[int, str]:
     """The same for stacks, whose blocks may hold what takes the input, and heads.
 
     Convolutions are input layers that take what the first one takes. A block that is a chain of layers may be an MLP
     beside others, such as a critic, or a head: its last layer is an output layer if it gives less than it takes, and
     nobody takes that. Its first one then is an input layer if nobody gives what it takes.
     What gives a feature for each row of an embedding, more than it takes, is an output layer if nobody takes these.
+    So is a layer like no other one where ``model`` is a list, which nobody calls: of stages of a pipeline, one may have
+    the head.
     """
     layers = widths.layers
     if not layers:
@@ -315,6 +319,9 @@ def find_ends_in_blocks(widths: Widths, tree: ModuleTree, blocks: Sequence[Named
     given = {layer.gives for layer in layers if layer.key not in before} | widths.embedded
     final = [chain[-1] for chain in chains]
     final += [layer for layer in layers if layer.gives in widths.vocabularies and layer.gives > layer.takes]
+    alike = Counter((layer.takes, layer.gives) for layer in layers)
+    if len(blocks) > 1 and not _is_callable(model):
+        final += [layer for layer in layers if alike[layer.takes, layer.gives] == 1]
     outputs = {layer.key: OUTPUT_LAYER for layer in final if not any(_feeds(layer.gives, n) for n in taken)}
     for start, end in ((chain[0], chain[-1]) for chain in chains):
         if end.key in outputs and not any(_feeds(n, start.takes) for n in given):

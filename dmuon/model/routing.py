@@ -231,7 +231,7 @@ def _route(
     if blocks is not None and not whole:
         within, left = _INSIDE, _outside(params, found or [])
     elif stacks is not None:
-        within, left = _INSIDE, find_ends_in_blocks(widths, tree, stacks) | _outside(params, stacks)
+        within, left = _INSIDE, find_ends_in_blocks(model, widths, tree, stacks) | _outside(params, stacks)
     else:
         within, left = "of a hidden layer", find_end_layers(widths)
     hidden = _hidden(params, makeups, embeddings, within, left)

@@ -44,6 +44,7 @@ from dmuon.step.rounds import Round
 
 _FLEX = torch.ops.higher_order.flex_attention
 _BLOCK_NUMEL = 2**24  # of logits that are computed at once
+_Calls = list[tuple[Callable[..., Tensor], Any, Any]]  # by which to find their logits, and what they were given
 _Table = tuple[Tensor, Tensor, str]  # a parameter, for each output the index of its factor, and a name
 
 
@@ -342,33 +343,36 @@ def _first_head(name: str, module: nn.Module, spec: AttentionHeads, count: int) 
 class _Watch(TorchFunctionMode):
     """Keeps what attention modules multiply until their forward ends; not of those that run again in backward.
 
-    A compiled ``flex_attention`` is traced together with :meth:`__torch_function__`, which therefore does no more than
-    keep what it is given.
+    Compiled modules are traced together with :meth:`__torch_function__`, which therefore does no more than keep what it
+    is given, and reads nothing that changes from step to step: each would be compiled again.
     """
 
     def __init__(self, clip: QKClip) -> None:
         super().__init__()
         self._clip = clip
-        # For each module that runs, one inside of the other: how many reports there were before, and its calls.
-        self._inside: list[tuple[int, list[tuple[Callable[..., Tensor], Any, Any]]]] = []
+        self._calls: _Calls | None = None  # of the module that runs, if one does
+        # For each module that runs, one inside of the other: how many reports there were before, and calls around it.
+        self._outside: list[tuple[int, _Calls | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside and (func is F.scaled_dot_product_attention or func is _FLEX):
-            self._inside[-1][1].append((logits_of_flex if func is _FLEX else logits_of_sdpa, args, kwargs))
+        if self._calls is not None and (func is F.scaled_dot_product_attention or func is _FLEX):
+            self._calls.append((logits_of_flex if func is _FLEX else logits_of_sdpa, args, kwargs))
         return func(*args, **kwargs)
 
     @outside_compile
     def enter(self, _module: nn.Module, _args: Any) -> None:
         if current_backward() is None:
-            self._inside.append((self._clip.reports, []))
+            self._outside.append((self._clip.reports, self._calls))
+            self._calls = []
 
     @outside_compile
     def leave(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         """``output`` is None where an error ended the forward."""
         if current_backward() is not None:
             return
-        reports, calls = self._inside.pop()
+        calls = self._calls or []
+        reports, self._calls = self._outside.pop()
         for logits_of, args, kwargs in calls:
             self._clip.report(name, logits_of(*args, **kwargs))
         if self._clip.reports == reports and output is not None:

@@ -13,7 +13,7 @@ from harness.oracle import reference_weights
 from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
@@ -89,3 +89,16 @@ def test_stages_equal_single_process(rank: int, world: int, schedule: str, more:
     weights = global_names(full_state(model), index)
     assert_equal_weights(weights, {name: expected[name] for name in weights})
     assert max(flight) >= (2 if index == 0 or schedule == "GPipe" else 1), "forwards in flight"
+
+
+@on_ranks(1)
+def test_pipelines_of_zero_bubbles_are_refused_with_the_remedy(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    stages = []
+    for index in range(STAGES):
+        model = Stage(index)
+        dmuon.dedicate_params(model, mesh, costs="flops")
+        stages.append(PipelineStage(model, index, STAGES, torch.device("cpu"), group=mesh.get_group()))
+    tokens, targets = batch(0)
+    with pytest.raises(RuntimeError, match=r"'blocks\.\d\..*not zero bubbles, which split backward"):
+        ScheduleInterleavedZeroBubble(stages, MICRO, loss_fn=cross_entropy).step(tokens, target=targets)

@@ -143,6 +143,10 @@ MORE_ENDS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         lambda: node(embed=nn.Embedding(H, D), h=stack(lambda: node(up=linear(D, H), act=nn.GELU(), down=linear(H)))),
         {},
     ),
+    "stages of a pipeline, of which one has the head": (
+        lambda: nn.ModuleList([node(layers=stack(Small)), node(layers=stack(Small), head=linear(D, V))]),
+        {"1.head.weight": "output"},
+    ),
 }  # fmt: skip
 
 

@@ -390,7 +390,11 @@ def test_a_head_without_finite_logits_is_told_and_stays_as_it_is(logit: float) -
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "compile"])
-def test_checkpointed_and_compiled_attention_is_collected(way: str) -> None:
+def test_checkpointed_and_compiled_attention_is_collected_and_compiled_once(way: str) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
     plain, other = build("mha"), build("mha")
     for block in other.blocks:
         if way == "compile":
@@ -401,11 +405,16 @@ def test_checkpointed_and_compiled_attention_is_collected(way: str) -> None:
     for model in (plain, other):
         clip = dmuon.QKClip(model)
         optimizer = dmuon.Muon(model, qk_clip=clip, **OPTIONS)
-        with clip.collect():
-            loss_of(model, *batch(0)).backward()
-        optimizer.step()
+        graphs = []
+        for step in range(2):
+            with clip.collect():
+                loss_of(model, *batch(step)).backward()
+            optimizer.step()
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert graphs[0] == graphs[1]
         logits.append(optimizer.last_step.qk_logits)
     assert logits[0] == logits[1] and optimizer.last_step.qk_max_logit > 0
+    assert (counters["stats"]["unique_graphs"] > 0) == (way == "compile")
 
 
 @on_ranks(4)

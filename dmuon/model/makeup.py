@@ -346,10 +346,9 @@ def declared_embeddings(model: nn.Module) -> list[tuple[Tensor, str]]:
     declared = []
     for getter, reason in _DECLARED:
         try:
-            module = getattr(model, getter)()
-        except (AttributeError, NotImplementedError, TypeError):
-            continue  # not there, or not the method that these models have
-        weight = getattr(module, "weight", None)
+            weight = getattr(getattr(model, getter)(), "weight", None)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+            continue  # not there, not the method that these models have, or a weight that peft cannot merge from shards
         if weight is not None:
             declared.append((weight, reason))
     return declared

@@ -55,8 +55,8 @@ _COPY, _DETACH = torch.ops.aten.copy_.default, torch.ops.aten.detach.default
 REDUCED_GRAD: Any = Tensor.grad  # the attribute itself, which ``OwnedTensor.grad`` hides: nothing but what was reduced
 
 _REMEDY = (
-    "use `with dmuon.summon_full_params(model):` to read or edit whole weights, `model.state_dict()` or "
-    "torch.distributed.checkpoint to save them"
+    "use `with dmuon.summon_full_params(model):` to read or edit whole weights, and to save them, or averages of them, "
+    "values of `model.state_dict()` and copies of these, which torch.distributed.checkpoint takes"
 )
 _IN_FORWARD = "if a forward computes with it there, name its module, or the model, in dedicate_params(…, blocks=[…])"
 _FRAMEWORKS = (

@@ -76,7 +76,7 @@ from dmuon.step.residency import align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Schedule, Step
 from dmuon.step.update import Done, Orthogonalize
 
-_STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
+_SELDOM = 64  # steps between giving free memory back to the system, and looking for what the model has got since
 
 
 class Muon(torch.optim.Optimizer):
@@ -426,10 +426,7 @@ class Muon(torch.optim.Optimizer):
 
     def _is_as_laid_out(self) -> bool:
         """Whether groups hold the parameters for which everything was made."""
-        held = []
-        for group in self.param_groups:  # in every step
-            held.append([*map(id, group["params"])])
-        return held == self._laid_out
+        return [[*map(id, group["params"])] for group in self.param_groups] == self._laid_out
 
     def _follow(self) -> None:
         """Flush, and lay out anew if groups hold other parameters than before. Collective then, as building is."""
@@ -472,6 +469,8 @@ class Muon(torch.optim.Optimizer):
         # From here on nothing is refused.
         if not self._steps:
             tell_first_step(self.param_groups, self._residencies)
+        if self._steps % _SELDOM == 0:
+            self._wrapping.tell_newcomers(self.param_groups)
         self._steps += 1
         self._timer.reset()
         self._done = []
@@ -483,7 +482,7 @@ class Muon(torch.optim.Optimizer):
             self._update(present, adamw_updates)
         if self._moves:
             await_device(self._device)  # the host may read what is on its way there
-        if self._device.type == "cpu" and self._steps % _STEPS_BETWEEN_TRIMS == 0:
+        if self._device.type == "cpu" and self._steps % _SELDOM == 0:
             host.give_back_memory()
         return loss
 
@@ -516,11 +515,8 @@ class Muon(torch.optim.Optimizer):
             functions = [group.get(name) for group in self.param_groups for name in ("adjust_lr_fn", "orthogonalize")]
             self._has_functions = any(map(callable, functions))
         self._momentum.check(self.state)
-        adamw_updates = []
-        for group in self.param_groups:
-            if not group["use_muon"]:
-                adamw_updates.append(AdamWUpdate.of(group, self.state, self._names, self._places))
-        return adamw_updates
+        others = [group for group in self.param_groups if not group["use_muon"]]
+        return [AdamWUpdate.of(group, self.state, self._names, self._places) for group in others]
 
     def _check_edited(self) -> None:
         """Refuse options by which everything was laid out, if they are others now, and follow the modes of decay."""
@@ -575,7 +571,6 @@ class Muon(torch.optim.Optimizer):
             changing = present | self._qk_clip.ids  # also what is not updated is scaled before it is published
         missing = Counter(self._updates)
         options: list[dict[str, Any]] = []
-        outdated: list[Tensor] = []
         for group in self.param_groups:
             if group.get("bf16_stochastic_round"):
                 group[ROUNDING_STEP] = group.get(ROUNDING_STEP, 0) + 1
@@ -586,9 +581,7 @@ class Muon(torch.optim.Optimizer):
                 group |= {"lr": group["lr_multiplier"] * float(group["lr"]), "l2": l2}
             options.append(group)
         with self._timer.phase("publish"):
-            for param in self._batched if self._dedicated else ():
-                if id(param) in changing:
-                    outdated.append(param)
+            outdated = [param for param in self._batched if id(param) in changing] if self._dedicated else []
             for dedicated in self._dedicated:
                 dedicated.begin_update(outdated)
         asked, self._asked = self._asked, None
@@ -604,9 +597,7 @@ class Muon(torch.optim.Optimizer):
             if self._qk_clip is not None:
                 self._qk_clip.scale(round_)
             if self._dedicated:
-                updated: list[Tensor] = []
-                for batch in round_.batches:
-                    updated.extend(batch.params)
+                updated = [param for batch in round_.batches for param in batch.params]
                 if missing:
                     missing.subtract(map(id, updated))
                     updated = [param for param in updated if missing[id(param)] <= 0]
@@ -630,11 +621,9 @@ class Muon(torch.optim.Optimizer):
     @property
     def last_step(self) -> StepStats:
         """Counters and time per phase of the last step. On an accelerator it waits for that step to finish."""
-        early, seconds = self._early, self._timer.seconds()
-        if early is None:
-            stats = step_stats(self._done, seconds, 0, self._names)
-        else:
-            stats = step_stats(self._done, seconds | early.seconds(), early.taken, self._names)
+        early = self._early
+        seconds = self._timer.seconds() | ({} if early is None else early.seconds())
+        stats = step_stats(self._done, seconds, 0 if early is None else early.taken, self._names)
         return stats if self._qk_clip is None else replace(stats, **self._qk_clip.stats())
 
     def record_next_step(self) -> MatrixRecord:

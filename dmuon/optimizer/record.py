@@ -21,6 +21,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import HALF, products_on
 from dmuon.model.makeup import ModuleTree, longest_path, looks_fused, makeup_of, sites_of
 from dmuon.model.matrix_spec import Names, spec_of
+from dmuon.optimizer.wrapping import listed_names
 from dmuon.platform.host import logger
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.update import Done, Terms, numerics_of
@@ -186,16 +187,12 @@ def _stats_of(total: Sequence[float], shape: tuple[int, int]) -> MatrixStats | N
         return None
     copies = elements / prod(shape)
     update_norm, weight_norm = (update / copies) ** 0.5, (weight / copies) ** 0.5
-    if weight_norm:
-        ratio = update_norm / weight_norm
-    else:
-        ratio = float("inf") if update_norm else 0.0
+    ratio = update_norm / weight_norm if weight_norm else inf if update_norm else 0.0
     return MatrixStats(update_norm / prod(shape) ** 0.5, weighted / elements, weight_norm, ratio)
 
 
 # -- the log: where matrices live, what looks wrong about them, and what computes them --------------------------------
 
-_NAMED = 3  # of what is alike
 _LARGE = 0.02  # learning rate of a group: Keller Jordan's default, and more than is usual on AdamW's scale
 _OF_TORCH = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"}  # not adjust_lr_fn
 
@@ -263,10 +260,9 @@ def _warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable
     names = [name for residency in residencies for name in residency.left_out(held)]
     if names:
         _log.warning(
-            "Muon: %d parameters have a gradient and are in no group, so this optimizer does not train them: %s; "
-            "another optimizer must, or pass the model, or dmuon.param_groups(model)",
-            len(names),
-            ", ".join(map(repr, names[:6])) + (", …" if len(names) > 6 else ""),
+            "Muon: %s have a gradient and are in no group, so this optimizer does not train them; another one must, or "
+            "pass the model, or dmuon.param_groups(model)",
+            listed_names(names),
         )
 
 
@@ -301,11 +297,10 @@ def taken_whole(residencies: Sequence[Residency]) -> list[str]:
         holders = sites.get(id(param), ())
         if holders and not makeup_of(tree, param, holders).known:
             looks = [site for site in holders if looks_fused(tree, *site, param)]
-            names += [repr(longest_path(tree.above(*site))) for site in looks[:1]]
+            names += [longest_path(tree.above(*site)) for site in looks[:1]]
     if not names:
         return []
-    more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
     return [
-        f"{', '.join(names[:_NAMED])}{more}: looks like several projections fused into one tensor, and is "
-        "orthogonalized as one matrix; if it is several, let select return the dmuon.MatrixSpec that says which"
+        f"{listed_names(names)}: looks like several projections fused into one tensor, and is orthogonalized as one "
+        "matrix; if it is several, let select return the dmuon.MatrixSpec that says which"
     ]

@@ -27,6 +27,7 @@ from dmuon.dedicated.runtime import runtime_of
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import exchange_for
 from dmuon.kernels import is_capturing
+from dmuon.model.blocks import canonical_fqn
 from dmuon.model.makeup import sites_of
 from dmuon.model.matrix_spec import (
     FlatShard,
@@ -120,6 +121,7 @@ class Wrapping:
         self._wraps = -1  # as many as there were when copies were looked for
         self._frozen: list[Tensor] | None = None  # what nobody would average; None before anyone has looked
         self._told: set[int] = set()  # ids of what nobody averages
+        self._newcomers: set[int] = set()  # ids of what the model has got since, of which a warning was given
         self.ddp: list[weakref.ref[nn.parallel.DistributedDataParallel]] = []
         self._find_copies(groups)
 
@@ -209,6 +211,20 @@ class Wrapping:
             _tell(trained, {id(p) for p in params if isinstance(p, DTensor) and not isinstance(p, OwnedTensor)}, names)
             self._told.update(map(id, trained))
         self._frozen = [param for param in alone if not param.requires_grad]
+
+    def tell_newcomers(self, groups: _Groups) -> None:
+        """Say once of each what the model that the optimizer was given has got since: no step trains it."""
+        model = None if self._model is None else self._model()
+        held = {id(p) for group in groups for p in group["params"]} | self._newcomers
+        named = () if model is None else model.named_parameters()
+        new = {canonical_fqn(name): id(p) for name, p in named if id(p) not in held and p.grad is not None}
+        if new:
+            self._newcomers.update(new.values())
+            _log.warning(
+                "Muon: the model got %s after the optimizer was built, which does not train them: build it when they "
+                "are there, or give them to add_param_group",
+                listed_names([*new]),
+            )
 
     def _find_copies(self, groups: _Groups) -> dict[int, dist.ProcessGroup]:
         """What was not known before, by ``id``. All modules are searched only if DDP has wrapped another one."""
@@ -402,9 +418,9 @@ def _tell(trained: Sequence[Tensor], dtensors: set[int], names: Names) -> None:
     unknown = [names[id(param)] for param in trained if id(param) in left]
     if unknown:
         raise RuntimeError(
-            f"DistributedDataParallel does not average the gradients of {_listed(unknown)}: frozen when it wrapped "
-            "the model, or later than that. Wrap it when they are there and trained; if your program averages them "
-            "itself, let DDP ignore them (DistributedDataParallel._set_params_and_buffers_to_ignore_for_model)"
+            f"DistributedDataParallel does not average the gradients of {listed_names(unknown)}: frozen when it "
+            "wrapped the model, or later than that. Wrap it when they are there and trained; if your program averages "
+            "them itself, let DDP ignore them (DistributedDataParallel._set_params_and_buffers_to_ignore_for_model)"
         )
     sharded = {id(p) for m in modules if isinstance(m, FSDPModule) for p in managed_by_fsdp(m)}
     if dtensors and not dtensors & sharded:
@@ -414,12 +430,13 @@ def _tell(trained: Sequence[Tensor], dtensors: set[int], names: Names) -> None:
         "own batch: shard or wrap what holds them (fully_shard, DistributedDataParallel), or call "
         "dmuon.dedicate_params; if your program averages them, or ranks shall differ, say so by "
         "distributed_config=dmuon.create_dtensor_config()",
-        _listed([names[id(param)] for param in trained]),
+        listed_names([names[id(param)] for param in trained]),
         dist.get_world_size(),
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed_names(names: Sequence[str]) -> str:
+    """The first ones, quoted, and how many more there are."""
     more = f" and {len(names) - _NAMED} more parameters" if len(names) > _NAMED else ""
     return ", ".join(map(repr, names[:_NAMED])) + more
 

@@ -282,6 +282,21 @@ def test_heads_and_embeddings_that_a_model_declares_stay_out_even_inside_a_block
     assert "tied to embedding embed" in routes(tied)["embed.weight"].reason
 
 
+class Merging(nn.Module):
+    """As peft's wrapper of trained tokens, whose weight is computed, which shards do not allow."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        raise RuntimeError("aten.index_copy.default got mixed torch.Tensor and DTensor")
+
+
+@pytest.mark.parametrize("answer", [lambda: None, lambda: SimpleNamespace(weight=None), lambda tokens: tokens, Merging])
+def test_declared_heads_that_are_something_else_are_ignored(answer: Callable[..., Any]) -> None:
+    model = llama()
+    model.get_output_embeddings = answer
+    assert muon(model) == each("model.layers", 2, *LLAMA)
+
+
 # -- reparametrized weights ---------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.heard import heard
 from harness.network import is_matrix, weights
 from harness.oracle import Reference, reference_weights
 from harness.toy import OPTIONS, build, train
@@ -138,6 +139,22 @@ def test_groups_without_parameters_stand_by_until_some_are_added() -> None:
     for nothing in ([], iter(()), (p for p in ())):
         with pytest.raises(ValueError, match="empty"):
             dmuon.Muon(nothing)
+
+
+@pytest.mark.parametrize("given", ["a model", "groups of it"])
+def test_what_a_model_gets_after_its_optimizer_was_built_is_told_once(given: str) -> None:
+    """Groups are the user's, who may have another optimizer for the rest."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = dmuon.Muon(model if given == "a model" else dmuon.param_groups(model))
+    with heard() as told:
+        for step in range(200):
+            if step == 1:
+                model.append(nn.Linear(4, 4))
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert len(told) == (given == "a model")
+    assert all("the model got '3.weight', '3.bias' after the optimizer was built" in line for line in told)
 
 
 @pytest.mark.pitfall("P75")

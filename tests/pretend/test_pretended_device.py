@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn as nn
 from harness.assertions import assert_same_tensors, relative_errors
 from harness.dtensors import local_tensor
@@ -29,9 +28,7 @@ from dmuon.comm.agreement import agree
 from dmuon.comm.process_groups import broadcast_object, make_group
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import choose_variant, step_variant, variant
-from dmuon.platform.streams import HostCopy, PhaseTimer
 from dmuon.platform.torch_private import current_backward
-from dmuon.tools import check
 
 on_device_ranks = partial(on_ranks, fixture="device_ranks")
 DEVICES = ("cpu", "pretend")
@@ -79,14 +76,12 @@ HALF = {"momentum_dtype": torch.bfloat16, "weight_decay_mode": "l2"}
 MEMBER = {"second_moment": "element", "weight_decay_mode": "hyperball"}
 # Layout, whether whole weights stay, micro-batches, and options of the optimizer and of communication.
 CASES: dict[str, tuple[str, bool, int, dict[str, Any], dict[str, Any]]] = {
-    **{f"{name} overlap": (name, False, 1, OVERLAP, {}) for name in ("1d", "ddp-2", "hsdp", "tp-fsdp")},
+    **{f"{name} overlap": (name, False, 1, OVERLAP, {}) for name in ("ddp-2", "hsdp", "tp-fsdp")},
     "whole weights stay, in parts of one size": ("1d-two-lines", True, 1, OVERLAP, {"transport": "single"}),
     "accumulation, nothing fetched ahead": ("hsdp-two-lines", False, 2, {}, {"prefetch": 0}),
-    "one after the other, two ahead": ("1d-two-lines", False, 1, {}, {"asynchronous": False, "prefetch": 2}),
     "ddp": ("ddp", False, 1, {}, {}),
     "members of the family": ("fsdp2-2", False, 1, MEMBER, {}),
     "1d with momentum on the host": ("1d", False, 1, HOST | OVERLAP, {}),
-    "fsdp2-hsdp with momentum on the host": ("fsdp2-hsdp", False, 1, HOST | {"second_moment": "row"}, {}),
     "fsdp2-tp with masters and momentum on the host": ("fsdp2-tp", False, 1, MASTERS | HOST | HALF, {}),
 }
 
@@ -198,47 +193,6 @@ def test_outputs_on_two_devices_have_the_gradients_of_the_cpu(rank: int, world: 
     assert expected and max(relative_errors(found, expected).values()) <= 1e-6
 
 
-def copy_to_host() -> None:
-    HostCopy(torch.ones(2, dtype=torch.int64, device="pretend:0")).tolist()
-
-
-def time_a_phase() -> None:
-    timer = PhaseTimer(torch.device("pretend:0"))
-    with timer.phase("any"):
-        pass
-
-
-@pytest.mark.parametrize("program", [copy_to_host, time_a_phase])
-@on_device_ranks(1)
-def test_events_are_recorded_on_the_device_in_question(rank: int, world: int, program: Callable[[], None]) -> None:
-    """Another one than the first is current meanwhile."""
-    module, found = torch.pretend, set()  # type: ignore[attr-defined]
-
-    class Recorded(module.Event):  # type: ignore[name-defined,misc]
-        def record(self, stream: Any = None) -> None:
-            found.add((stream or module.current_stream()).device_index)
-            super().record(stream)
-
-    module.set_device(1)
-    with mock.patch.object(module, "Event", Recorded):
-        program()
-    assert found == {0}
-
-
-@on_device_ranks(2)
-def test_groups_have_the_back_end_of_their_device_alone(rank: int, world: int) -> None:
-    """gloo would connect all ranks with each other for each group, and nothing would ever be sent over it.
-
-    The default group, which dmuon has not made, has it.
-    """
-    lay("1d", build().to("pretend"), device=torch.device("pretend")).backward(0)
-    world_of = dist.distributed_c10d._world
-    declared = {str(group.group_desc): world_of.pg_backend_config[group] for group in world_of.pg_map}
-    found = {back_end for name, back_end in declared.items() if name.startswith("dmuon_")}
-    assert "cpu:gloo" in declared["default_pg"]
-    assert found and not any("gloo" in back_end for back_end in found)
-
-
 @on_device_ranks(2)
 def test_objects_travel_by_the_device_of_the_model(rank: int, world: int) -> None:
     """By the current one, two ranks may meet on one GPU, which NCCL refuses."""
@@ -262,21 +216,3 @@ def test_objects_travel_by_the_device_of_the_model(rank: int, world: int) -> Non
         assert agree(group, None, mine) == [*range(world)]
         assert broadcast_object(mine, group, "a test") == 0
     assert found == [True, True]
-
-
-@on_device_ranks(2)
-def test_checks_of_ranks_that_share_a_gpu_gather_dtensors_by_the_host(rank: int, world: int) -> None:
-    """What gloo gathers for DTensors it takes for memory of the host, and a process that has it elsewhere ends."""
-    gathered: set[str] = set()
-
-    def noted(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        gathered.add(tensor.device.type)
-        return gather(tensor, *args, **options)
-
-    device, gather = torch.device("pretend", rank), funcol.all_gather_single
-    reference = check.train_alone(world, device, torch.float32)
-    with mock.patch.object(funcol, "all_gather_single", noted):
-        for name in ("1d", "fsdp2"):
-            lines = check.check_layout(check.layout_of(name, world, 1), reference)
-            assert [str(line) for line in lines if not line.value <= line.limit] == []
-    assert gathered == {"cpu"}

@@ -589,8 +589,9 @@ class Muon(torch.optim.Optimizer):
             for param in self._batched if self._dedicated else ():
                 if id(param) in changing:
                     outdated.append(param)
+            before = None
             for dedicated in self._dedicated:
-                dedicated.begin_update(outdated)
+                before = dedicated.begin_update(outdated, before)
         asked, self._asked = self._asked, None
         step = Step(options, present, self._timer, None if asked is None else [], self._done, self._scalings)
         if self._deferred is not None:

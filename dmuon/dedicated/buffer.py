@@ -357,7 +357,7 @@ class Publications:
     """Starts publications, and the fills that follow them.
 
     A publication waits for its turn even if it is ready, since its place among the collectives must be the same on all
-    ranks.
+    ranks. So all of a model wait for those of the models before it in the same optimizer, which may share its groups.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -368,10 +368,13 @@ class Publications:
         self._fills: deque[OwnedBuffer] = deque()  # published, to be filled in this step
         self._fill_budget = 0
         self._fills_wait = fills_wait(comm)
+        self._before: Publications | None = None
 
-    def begin(self, buffers: Iterable[OwnedBuffer], outdated: set[int], generation: int) -> None:
-        """Publish what of ``buffers`` holds nothing that is ``outdated``; the rest follows."""
-        self._generation, self._outdated = generation, outdated
+    def begin(
+        self, buffers: Iterable[OwnedBuffer], outdated: set[int], generation: int, before: Publications | None
+    ) -> None:
+        """Publish what of ``buffers`` holds nothing that is ``outdated``, behind all ``before``; the rest follows."""
+        self._generation, self._outdated, self._before = generation, outdated, before
         self._coming = deque(buffers)
         self._fills.clear()
         self._fill_budget = self._comm.options.prefetch
@@ -380,6 +383,9 @@ class Publications:
     def updated(self, params: Iterable[Tensor]) -> None:
         """The masters of ``params``, of whichever model, have their new values: publish what has waited for them."""
         self._outdated.difference_update(map(id, params))
+        if self._before is not None and (self._before._coming or self._before._fills):
+            return
+        self._before = None
         while self._coming and self._coming[0].params.isdisjoint(self._outdated):
             buffer = self._coming.popleft()
             buffer.start_publication(self._generation)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.context import Comm
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.block import buffers_along
-from dmuon.dedicated.buffer import BufferState, GradState
+from dmuon.dedicated.buffer import BufferState, GradState, Publications
 from dmuon.dedicated.matrix import (
     OwnedMatrix,
     Part,
@@ -389,7 +389,9 @@ class Dedicated(Residency):
         for param in self.params:
             if param.grad is not None:
                 present.add(id(param))
-        if runtime.was_entered and not present and all(matrix.rest.grad is None for matrix in runtime.matrices()):
+        is_untrained = runtime.was_entered and all(matrix.rest.grad is None for matrix in runtime.matrices())
+        # Experts that were dedicated by themselves, and got no token, have no gradient at all.
+        if is_untrained and any(param.grad is not None for _, param in runtime.managed.named_parameters()):
             raise RuntimeError(
                 f"backward came through the block of {next(runtime.matrices()).fqn!r}, and no parameter that dmuon "
                 "owns has a gradient: backward(inputs=…) and autograd.grad cannot name them, since graphs know the "
@@ -404,8 +406,10 @@ class Dedicated(Residency):
         runtime.comm.monitor.note_options([("parameters without a gradient in a step", told)])
         return present
 
-    def begin_update(self, params: Iterable[Tensor]) -> None:
+    def begin_update(self, params: Iterable[Tensor], before: Publications | None) -> Publications:
         """Before the masters of ``params`` change: raise the generation, and publish what none of them delays.
+
+        Publications come behind those ``before``, of another model of the same optimizer. Returns this model's.
 
         :meth:`updated` and :meth:`end_update` publish the rest, each buffer as soon as this rank's masters of it are up
         to date, in the order in which the next forward needs them. Buffers that are kept are then filled too; of the
@@ -422,7 +426,8 @@ class Dedicated(Residency):
                 block.forget_graph()
         outdated = runtime.by_rest.keys() & map(id, params)
         buffers = buffers_along(runtime.following, runtime.first)
-        runtime.publications.begin(buffers, outdated, runtime.generation)
+        runtime.publications.begin(buffers, outdated, runtime.generation, before)
+        return runtime.publications
 
     def updated(self, params: Iterable[Tensor]) -> None:
         self._runtime.publications.updated(params)

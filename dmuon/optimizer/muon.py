@@ -426,7 +426,10 @@ class Muon(torch.optim.Optimizer):
 
     def _is_as_laid_out(self) -> bool:
         """Whether groups hold the parameters for which everything was made."""
-        return [[*map(id, group["params"])] for group in self.param_groups] == self._laid_out
+        held = []
+        for group in self.param_groups:  # in every step
+            held.append([*map(id, group["params"])])
+        return held == self._laid_out
 
     def _follow(self) -> None:
         """Flush, and lay out anew if groups hold other parameters than before. Collective then, as building is."""
@@ -515,8 +518,11 @@ class Muon(torch.optim.Optimizer):
             functions = [group.get(name) for group in self.param_groups for name in ("adjust_lr_fn", "orthogonalize")]
             self._has_functions = any(map(callable, functions))
         self._momentum.check(self.state)
-        others = [group for group in self.param_groups if not group["use_muon"]]
-        return [AdamWUpdate.of(group, self.state, self._names, self._places) for group in others]
+        adamw_updates = []
+        for group in self.param_groups:
+            if not group["use_muon"]:
+                adamw_updates.append(AdamWUpdate.of(group, self.state, self._names, self._places))
+        return adamw_updates
 
     def _check_edited(self) -> None:
         """Refuse options by which everything was laid out, if they are others now, and follow the modes of decay."""
@@ -571,6 +577,7 @@ class Muon(torch.optim.Optimizer):
             changing = present | self._qk_clip.ids  # also what is not updated is scaled before it is published
         missing = Counter(self._updates)
         options: list[dict[str, Any]] = []
+        outdated: list[Tensor] = []
         for group in self.param_groups:
             if group.get("bf16_stochastic_round"):
                 group[ROUNDING_STEP] = group.get(ROUNDING_STEP, 0) + 1
@@ -581,9 +588,12 @@ class Muon(torch.optim.Optimizer):
                 group |= {"lr": group["lr_multiplier"] * float(group["lr"]), "l2": l2}
             options.append(group)
         with self._timer.phase("publish"):
-            outdated = [param for param in self._batched if id(param) in changing] if self._dedicated else []
+            for param in self._batched if self._dedicated else ():
+                if id(param) in changing:
+                    outdated.append(param)
+            before = None
             for dedicated in self._dedicated:
-                dedicated.begin_update(outdated)
+                before = dedicated.begin_update(outdated, before)
         asked, self._asked = self._asked, None
         step = Step(options, present, self._timer, None if asked is None else [], self._done, self._scalings)
         if self._deferred is not None:
@@ -597,7 +607,9 @@ class Muon(torch.optim.Optimizer):
             if self._qk_clip is not None:
                 self._qk_clip.scale(round_)
             if self._dedicated:
-                updated = [param for batch in round_.batches for param in batch.params]
+                updated: list[Tensor] = []
+                for batch in round_.batches:
+                    updated.extend(batch.params)
                 if missing:
                     missing.subtract(map(id, updated))
                     updated = [param for param in updated if missing[id(param)] <= 0]

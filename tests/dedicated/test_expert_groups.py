@@ -150,6 +150,21 @@ def laid(stored: str, rest: str, seed: int = 0) -> tuple[Model, dmuon.Muon, Devi
     return model, dmuon.Muon(groups, distributed_config=config, **OPTIONS), mesh["ep"]
 
 
+@on_ranks(2)
+def test_experts_that_get_no_token_leave_a_step_to_others(rank: int, world: int) -> None:
+    model = Model()
+    dedicate(model.experts(), exclude=["*.bias"])
+    optimizer = dmuon.Muon(dedicate(model, exclude=["*.router"]), **OPTIONS)
+    for experts in model.experts():
+        experts.forward = lambda x, expert: torch.zeros_like(x) + 0 * x  # type: ignore[method-assign]
+    before = full_state(model)
+    train(model, optimizer, range(1), rank, world)
+    after = full_state(model)
+    assert {name for name in before if torch.equal(before[name], after[name])} == {
+        name for name in before if ".experts." in name
+    }
+
+
 def whole(model: Model, ep: DeviceMesh) -> dict[str, Tensor]:
     """Of all groups' experts."""
     found = full_state(model)

@@ -102,3 +102,30 @@ def test_pipelines_of_zero_bubbles_are_refused_with_the_remedy(rank: int, world:
     tokens, targets = batch(0)
     with pytest.raises(RuntimeError, match=r"'blocks\.\d\..*not zero bubbles, which split backward"):
         ScheduleInterleavedZeroBubble(stages, MICRO, loss_fn=cross_entropy).step(tokens, target=targets)
+
+
+@on_ranks(2)
+def test_two_models_in_one_optimizer_over_the_same_ranks(rank: int, world: int) -> None:
+    """All that is owned is rank 0's, and the larger one, which stands behind, is up to date first."""
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [
+            nn.Sequential(*(nn.Linear(*sides) for sides in ((4, width), (width, width), (width, 3))))
+            for width in (8, 300)
+        ]
+
+    models, alone = made(), made()
+    for model in models:
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    optimizers = [dmuon.Muon(nn.ModuleList(models), **OPTIONS), *(dmuon.Muon(model, **OPTIONS) for model in alone)]
+    for step in range(STEPS):
+        x = torch.randn(world, 5, 4, generator=torch.Generator().manual_seed(step))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(model(x[rank]).square().mean() for model in models).backward()
+        sum(model(x).square().mean() for model in alone).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for model, expected in zip(models, alone, strict=True):
+        assert_equal_weights(full_state(model), dict(expected.state_dict()))

@@ -13,6 +13,7 @@ from harness.heard import heard
 from harness.network import is_matrix, weights
 from harness.oracle import Reference, reference_weights
 from harness.toy import OPTIONS, build, train
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import dmuon
 
@@ -139,6 +140,27 @@ def test_groups_without_parameters_stand_by_until_some_are_added() -> None:
     for nothing in ([], iter(()), (p for p in ())):
         with pytest.raises(ValueError, match="empty"):
             dmuon.Muon(nothing)
+
+
+def test_a_flattened_state_goes_on_in_other_groups() -> None:
+    """As ``docs/how-to/checkpoints.md`` says: it has options by names of parameters."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def built(model: nn.Module, order: int, lr: float) -> dmuon.Muon:
+        matrices, tables, vectors = ([p for _, p in named] for named in of_routes(model))
+        parts = [matrices] if order == 1 else [matrices[:2], matrices[2:]]
+        groups = [{"params": part, "use_muon": True, "lr": lr} for part in parts]
+        return dmuon.Muon([*groups, {"params": [*tables, *vectors], "use_muon": False, "lr": lr}][::order], **OPTIONS)
+
+    model, again = build(), build(seed=1)
+    optimizer, resumed = built(model, 1, 0.01), built(again, -1, 0.5)
+    train(model, optimizer, range(2))
+    weights_of, state = get_state_dict(model, optimizer, options=flat)
+    saved = copy.deepcopy([weights_of, state])
+    set_state_dict(again, resumed, model_state_dict=saved[0], optim_state_dict=saved[1], options=flat)
+    for some, owner in ((model, optimizer), (again, resumed)):
+        train(some, owner, range(2, 4))
+    assert_equal_weights(weights(again), weights(model), 0.0)
 
 
 @pytest.mark.parametrize("given", ["a model", "groups of it"])

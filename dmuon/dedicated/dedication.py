@@ -389,7 +389,7 @@ class Dedicated(Residency):
         for param in self.params:
             if param.grad is not None:
                 present.add(id(param))
-        is_untrained = runtime.was_entered and all(matrix.rest.grad is None for matrix in runtime.matrices())
+        is_untrained = runtime.was_entered and not present and all(m.rest.grad is None for m in runtime.matrices())
         # Experts that were dedicated by themselves, and got no token, have no gradient at all.
         if is_untrained and any(param.grad is not None for _, param in runtime.managed.named_parameters()):
             raise RuntimeError(

@@ -33,6 +33,13 @@ def solve(options: SolveOptions = EXACT) -> Plan:
     return plan(make_matrices([1, 2]), 2, linear_costs(10, 7), options)
 
 
+def test_column_generation_closes_the_gap_that_the_envelope_leaves() -> None:
+    greedy, closed = solve(GREEDY), solve()
+    assert (greedy.bound_ns, greedy.makespan_ns) == (12, 14)
+    assert (closed.bound_ns, closed.makespan_ns) == (14, 14)
+    assert closed.reason == "proven within 0.00% of the optimum by column generation"
+
+
 @pytest.mark.usefixtures("lpt_alone")
 def test_patterns_find_what_lpt_misses() -> None:
     assert plan(*GRAHAM, SolveOptions(method="greedy")).makespan_ns == 11

@@ -40,7 +40,7 @@ def check_owners(rows: list[accounting.MatrixRow], optimizer: dmuon.Muon, rank: 
     assert {(min(row.shape), max(row.shape)) for row in own} == stats.variants.keys()
 
 
-@pytest.mark.parametrize("layout", ["1d", "fsdp2-2", *slowly("tp-fsdp", "fsdp2-hsdp", "ddp")])
+@pytest.mark.parametrize("layout", ["1d-1", "1d", "fsdp2-2", *slowly("tp-fsdp", "fsdp2-hsdp", "ddp")])
 @on_ranks("layout")
 def test_owners_and_times_are_those_of_the_step(rank: int, world: int, layout: str) -> None:
     model = build(seed=0)

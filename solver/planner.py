@@ -170,7 +170,7 @@ class Plan:
             stage=data["stage"],
             reason=data["reason"],
             estimated=tuple((small, large) for small, large in data["estimated"]),
-            starts_ns=tuple(data["starts_ns"]),
+            starts_ns=tuple(data.get("starts_ns", ())),  # files of earlier versions lack it
         )
 
 

@@ -357,7 +357,7 @@ def _connected(domain: Domain, lines: Sequence[tuple[Position, ...]]) -> Line | 
     group = make_group(domain.device, own, "copies", None)
     with named(f"first use of the process group of ranks {list(own)}"):
         connect(group, domain.device, gathers=True)
-    return Line(own, position_in(own, domain.ranks[domain.position]), group)
+    return Line(own, Position(positions_here.index(domain.position)), group)
 
 
 class Copies:

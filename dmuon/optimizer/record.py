@@ -187,7 +187,10 @@ def _stats_of(total: Sequence[float], shape: tuple[int, int]) -> MatrixStats | N
         return None
     copies = elements / prod(shape)
     update_norm, weight_norm = (update / copies) ** 0.5, (weight / copies) ** 0.5
-    ratio = update_norm / weight_norm if weight_norm else inf if update_norm else 0.0
+    if weight_norm:
+        ratio = update_norm / weight_norm
+    else:
+        ratio = inf if update_norm else 0.0
     return MatrixStats(update_norm / prod(shape) ** 0.5, weighted / elements, weight_norm, ratio)
 
 

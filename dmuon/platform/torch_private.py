@@ -139,7 +139,7 @@ def declared_backend(device_type: str) -> str:
 def new_named_group(
     ranks: Sequence[int], name: str, backend: str, timeout: timedelta, options: Any, description: str
 ) -> dist.ProcessGroup:
-    """A process group on the store of the default one. Collective over ``ranks``, ascending, and over no others.
+    """A process group on the store of the default one. Collective over ``ranks``, in this order, and over no others.
 
     ``dist.new_group(use_local_synchronization=True)`` derives the name, by which the ranks find each other, from how
     many groups each of them has: it waits for ever where ranks have different numbers of groups. A default group that
